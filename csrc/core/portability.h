@@ -1,0 +1,24 @@
+// What lets one definition serve the C++ compiler, nvcc's host pass and nvcc's device pass.
+#pragma once
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define FLASHQ_HD __host__ __device__ __forceinline__
+#else
+// Always inlined, so that the objects built for one instruction set never emit a weak copy that the linker could keep
+// for all of them.
+#define FLASHQ_HD [[gnu::always_inline]] inline
+#endif
+
+namespace flashq {
+
+inline constexpr float kInf = __builtin_inff();
+inline constexpr float kLog2E = 1.44269504088896340736f;
+inline constexpr float kLn2 = 0.69314718055994530942f;
+
+template <class T> FLASHQ_HD constexpr T min_of(T a, T b) { return b < a ? b : a; }
+template <class T> FLASHQ_HD constexpr T max_of(T a, T b) { return a < b ? b : a; }
+FLASHQ_HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+FLASHQ_HD constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+}  // namespace flashq
