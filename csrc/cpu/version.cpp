@@ -1,0 +1,3 @@
+#include "exports.h"
+
+const char* flashq_version() { return FLASHQ_VERSION; }
