@@ -1,6 +1,6 @@
 // What ops/ hands to a backend: pointers, strides in elements (int64), sizes and options. No tensors.
 #pragma once
-#include <cstdint>
+#include "core/portability.h"
 
 namespace flashq {
 
@@ -11,6 +11,12 @@ struct IndexView {
   const void* data = nullptr;
   int64_t stride[2] = {0, 0};
   bool is_int64 = false;
+
+  FLASHQ_HD bool given() const { return data != nullptr; }
+  FLASHQ_HD int64_t operator()(int64_t i, int64_t j = 0) const {
+    const int64_t at = i * stride[0] + j * stride[1];
+    return is_int64 ? static_cast<const int64_t*>(data)[at] : static_cast<const int32_t*>(data)[at];
+  }
 };
 
 // q, out and lse of an attention op. Token t of sequence b is at batch * b + token * t; with cu_seqlens_q the batch

@@ -1,0 +1,55 @@
+// From an op to the backend of its device: the function table, the threads or the stream, memory.
+#pragma once
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/device.h>
+
+#include "backend.h"
+#include "ops/checks.h"
+
+namespace flashq {
+
+// One call of an op on the device of its leading tensor. On CUDA it holds a device guard: it has to outlive the launch.
+class Call {
+ public:
+  Call(const Op& op, const Tensor& leader);
+
+  [[nodiscard]] bool on_cpu() const { return on_cpu_; }
+  // A new contiguous tensor on the call's device; its memory is not written.
+  [[nodiscard]] Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef size, ScalarType dtype) const;
+  // Scratch of `bytes`, 64-byte aligned; `owner` keeps it alive (torch's allocator takes it back in stream order).
+  [[nodiscard]] void* scratch(int64_t bytes, std::optional<Tensor>& owner) const;
+
+  // Runs one entry of the backend's table. An op that the backend lacks, and what the backend reports, become exceptions.
+  template <class Params> void run(Status (*Backend::*entry)(const Params&, const Launch&), const Params& params) const {
+    check(require(entry)(params, launch_));
+  }
+  // The same for an attention op, with the scratch that the backend asks for.
+  template <class Params>
+  void run(Status (*Backend::*entry)(const Params&, const Launch&), int64_t (*Backend::*scratch_bytes)(const Params&, int32_t),
+           Params& params) const {
+    const auto kernel = require(entry);
+    std::optional<Tensor> owner;
+    params.scratch = scratch((backend_->*scratch_bytes)(params, launch_.workers), owner);
+    check(kernel(params, launch_));
+  }
+
+ private:
+  template <class Function> [[nodiscard]] Function require(Function Backend::*entry) const {
+    if (!(backend_->*entry)) refuse_missing();
+    return backend_->*entry;
+  }
+  void check(const Status& status) const;
+  [[noreturn]] void refuse_missing() const;
+
+  Op op_;
+  const Backend* backend_;
+  torch::stable::Device device_;
+  bool on_cpu_;
+  Launch launch_;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+};
+
+// FLASHQ_CHECK=1 in the environment when the library was loaded.
+[[nodiscard]] bool check_mode();
+
+}  // namespace flashq
