@@ -2,12 +2,13 @@
 #pragma once
 #include <cstdint>
 
+// Always inlined, so that the objects built for one instruction set never emit a weak copy that the linker could keep
+// for all of them.
+#define FLASHQ_HOST __attribute__((always_inline)) inline
 #if defined(__CUDACC__)
 #define FLASHQ_HD __host__ __device__ __forceinline__
 #else
-// Always inlined, so that the objects built for one instruction set never emit a weak copy that the linker could keep
-// for all of them.
-#define FLASHQ_HD [[gnu::always_inline]] inline
+#define FLASHQ_HD FLASHQ_HOST
 #endif
 
 namespace flashq {
