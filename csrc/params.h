@@ -50,6 +50,13 @@ struct KvView {
   IndexView block_table;                // (batch, max_pages); absent: sequence b is page b
   int64_t max_pages;
   IndexView cu_seqlens_k;               // (batch + 1), or absent
+
+  // Whether the table has a page for this token: exact pools hold only some.
+  FLASHQ_HD bool holds(int64_t sequence, int64_t token) const {
+    if (page_size == 0 || token / page_size >= max_pages) return false;
+    const int64_t page = block_table(sequence, token / page_size);
+    return page >= 0 && page < num_pages;
+  }
 };
 
 // Keys and values in TBQ4: codes (pages, kv_heads, page_size, head_dim / 2), norms fp16 (..., head_dim / block).
