@@ -113,7 +113,7 @@ def sources(pattern: str) -> list[Path]:
 
 
 def define(name: str, text: str) -> str:
-    return f"'-D{name}=\"{text}\"'"
+    return f"'-DFLASHQ_{name}=\"{text}\"'"
 
 
 def write_ninja_file() -> list[str]:
@@ -140,9 +140,11 @@ def write_ninja_file() -> list[str]:
     ninja.rule("cxx", f"{cxx} {flags} $flags -MD -MF $out.d -c $in -o $out", depfile=True)
     ninja.rule("link", f"{cxx} -shared -Wl,--as-needed $in $flags -o $out", depfile=False)
 
-    version = define("FLASHQ_VERSION", package_version())
-    base = [version] + ["-DFLASHQ_X86=1"] * X86
-    objects = [ninja.compile("cxx", source, base + TORCH_FLAGS) for source in sources("ops/*.cpp")]
+    base = ["-DFLASHQ_X86=1"] * X86
+    archs = ";".join(cuda_archs()) if nvcc and sources("cuda/*.cu") else ""
+    facts = {"VERSION": package_version(), "TORCH_VERSION": torch.version, "CUDA_ARCHS": archs}
+    objects = [ninja.compile("cxx", Path("csrc/build_info.cpp"), [define(*fact) for fact in facts.items()])]
+    objects += [ninja.compile("cxx", source, base + TORCH_FLAGS) for source in sources("ops/*.cpp")]
     objects += [ninja.compile("cxx", source, base) for source in sources("cpu/*.cpp")]
     for isa, isa_flags in ISA_FLAGS.items():
         kernels = sources("cpu/kernels/*.cpp")
@@ -150,23 +152,21 @@ def write_ninja_file() -> list[str]:
     link_flags = ["-Wl,--no-undefined,-soname,libflashq.so", f"-L{BUILD}/torch_lib", "-ltorch_cpu", "-ldl", "-lpthread"]
     library = ninja.link("link", "lib/libflashq.so", objects, link_flags)
 
-    archs = ";".join(cuda_archs()) if nvcc else ""
-    if nvcc and sources("cuda/*.cu"):
+    if archs:
         say(f"building the CUDA library for {archs} with {nvcc}")
         host = f"-ccbin={os.environ['CXX']} " if "CXX" in os.environ else ""
         flags = " ".join([*NVCC_FLAGS, f"-Xcompiler={prefix_map}", *gencode_flags(archs.split(";"))])
         flags += " -Werror=all-warnings -Xcompiler=-Werror" * werror
         ninja.rule("nvcc", f"{nvcc} {host}{flags} $flags -MD -MF $out.d -c $in -o $out", depfile=True)
         ninja.rule("nvcc_link", f"{nvcc} {host}-shared -cudart=static $in $flags -o $out", depfile=False)
-        defines = [version, define("FLASHQ_CUDA_ARCHS", archs)]
+        defines = [define("CUDA_ARCHS", archs)]
         objects = [ninja.compile("nvcc", source, defines) for source in sources("cuda/*.cu")]
         link_flags = [f"-L{BUILD}/flashq/lib", "-lflashq", "'-Xlinker=-rpath=$$ORIGIN'"]
         link_flags += ["-Xlinker=--as-needed,--no-undefined,--exclude-libs=ALL"]
         ninja.link("nvcc_link", "lib/libflashq_cuda.so", objects, link_flags, needs=library)
 
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    module = [version, define("FLASHQ_TORCH_VERSION", torch.version), define("FLASHQ_CUDA_ARCHS", archs)]
-    module += ["-DNDEBUG", f"-isystem {BUILD}/include/pybind11", f"-isystem {sysconfig.get_paths()['include']}"]
+    module = ["-DNDEBUG", f"-isystem {BUILD}/include/pybind11", f"-isystem {sysconfig.get_paths()['include']}"]
     objects = [ninja.compile("cxx", source, module, suffix.removesuffix(".so")) for source in sources("python/*.cpp")]
     link_flags = [f"-L{BUILD}/flashq/lib", "-lflashq", "'-Wl,-rpath,$$ORIGIN/lib'"]
     ninja.link("link", f"_C{suffix}", objects, link_flags, needs=library)

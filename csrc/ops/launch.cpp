@@ -7,6 +7,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "exports.h"
+
 namespace flashq {
 namespace {
 
@@ -94,4 +96,9 @@ extern "C" int flashq_register_cuda_backend(const flashq::Backend* backend) {
   if (backend->abi != flashq::kBackendAbi) return -1;
   flashq::cuda_backend.store(backend, std::memory_order_release);
   return 0;
+}
+
+extern "C" const char* flashq_describe_backend(bool cuda) {
+  const flashq::Backend* backend = cuda ? flashq::cuda_backend.load(std::memory_order_acquire) : &flashq::cpu_backend();
+  return backend ? backend->describe() : nullptr;
 }

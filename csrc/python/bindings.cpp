@@ -2,24 +2,18 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <string>
+#include "exports.h"
 
 namespace py = pybind11;
 
 namespace {
 
-#if defined(__clang__)
-constexpr const char* kCompiler = "clang " __clang_version__;
-#else
-constexpr const char* kCompiler = "g++ " __VERSION__;
-#endif
-
 py::dict build_info() {
   py::dict info;
-  info["version"] = FLASHQ_VERSION;
-  info["compiler"] = kCompiler;
-  info["torch"] = FLASHQ_TORCH_VERSION;
-  info["cuda_archs"] = FLASHQ_CUDA_ARCHS;
+  info["version"] = flashq_version();
+  info["compiler"] = flashq_compiler();
+  info["torch"] = flashq_built_torch();
+  info["cuda_archs"] = flashq_cuda_archs();
   return info;
 }
 

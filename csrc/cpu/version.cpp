@@ -1,3 +1,0 @@
-#include "exports.h"
-
-const char* flashq_version() { return FLASHQ_VERSION; }
