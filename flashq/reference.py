@@ -58,7 +58,7 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _weigh(weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """weights (Hq, Sq, Sk), v (Sk, Hkv, D) -> (Sq, Hq, D). A row that does not see a key is not touched by its value."""
+    """weights (Hq, Sq, Sk), v (Sk, Hkv, D) -> (Sq, Hq, D). A key that a row does not see cannot touch the row."""
     v = v.repeat_interleave(weights.shape[0] // v.shape[1], dim=1).transpose(0, 1)  # (Hq, Sk, D)
     odd = ~v.isfinite().all(-1).all(0)  # (Sk): NaN and Inf would reach rows that do not see them as 0 * NaN
     out = weights @ torch.where(odd[:, None], 0, v)
@@ -367,7 +367,7 @@ def tbq4_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention over the decoded planes plus offsets, or over the exact pool for the pairs that it serves.
 
-    Shapes as `decode`; planes (P, Hkv, N, ...), k_offsets (P, Hkv, D), exact pool (Pe, Ne, Hkv, D) with its table (B, W).
+    Shapes as `decode`; planes (P, Hkv, N, ...), k_offsets (P, Hkv, D), exact pool (Pe, Ne, Hkv, D), its table (B, W).
     """
     out, lse = _empty_state(q, dtype)
     for b, index in enumerate(_queries(q, cu_seqlens_q, seqlens.shape[0])):

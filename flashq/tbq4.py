@@ -53,7 +53,7 @@ SQUARES_SCALE = {128: 2.0**-28, 64: 2.0**-27}
 
 FINGERPRINT = "dbe9ab17e320d84f"
 
-# Mean of |x - decoded|^2 / |x|^2 over random rows, by kind of data and head_dim (40,000 rows each, standard error 1e-5).
+# Mean of |x - decoded|^2 / |x|^2 over 40,000 random rows, by kind of data and head_dim (standard error 1e-5).
 # The error of an inner product <q, decoded> has a standard deviation of sqrt(error / head_dim) * |q| * |x|.
 EXPECTED_ERROR: dict[str, dict[int, float]] = {
     "gaussian": {64: 0.00888, 128: 0.00919, 256: 0.00920},

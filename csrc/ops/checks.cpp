@@ -82,7 +82,7 @@ void expect_same_dtype(const Op& op, const char* argument, const Tensor& t, cons
 }
 
 void expect_unit_last_stride(const Op& op, const char* argument, const Tensor& t) {
-  if (t.numel() == 0 || t.size(t.dim() - 1) == 1 || t.stride(t.dim() - 1) == 1) return;
+  if (t.dim() == 0 || t.numel() == 0 || t.size(t.dim() - 1) == 1 || t.stride(t.dim() - 1) == 1) return;
   op.refuse(argument, "a last dimension of stride 1", strides_text(t));
 }
 
