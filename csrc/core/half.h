@@ -9,8 +9,8 @@ namespace flashq {
 
 FLASHQ_HD float half_to_float(uint16_t h) {
   const int32_t sign = (h & 0x8000) << 16;
-  const int32_t shifted = (h & 0x7fff) << 13;                              // exponent and mantissa in fp32's places
-  const int32_t rebias = shifted >= 0x0f800000 ? 224 << 23 : 112 << 23;    // Inf and NaN go to fp32's top exponent
+  const int32_t shifted = (h & 0x7fff) << 13;                            // exponent and mantissa in fp32's places
+  const int32_t rebias = shifted >= 0x0f800000 ? 224 << 23 : 112 << 23;  // Inf and NaN go to fp32's top exponent
   // A subnormal: its integer value on top of 2^-14's mantissa, less 2^-14. No fp32 subnormal is involved.
   const float tiny = ieee::sub(float_of(static_cast<uint32_t>(shifted + (113 << 23))), 0x1p-14f);
   const int32_t magnitude = shifted < 0x00800000 ? static_cast<int32_t>(bits_of(tiny)) : shifted + rebias;
@@ -25,7 +25,7 @@ FLASHQ_HD uint16_t float_to_half(float x) {
   const int32_t subnormal = static_cast<int32_t>(bits_of(on_grid)) - 0x3f000000;
   const int32_t rounded = (magnitude - (112 << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
   int32_t h = magnitude < 0x38800000 ? subnormal : rounded;
-  h = magnitude >= 0x477ff000 ? 0x7c00 : h;   // 65520 and above
+  h = magnitude >= 0x477ff000 ? 0x7c00 : h;  // 65520 and above
   h = magnitude > 0x7f800000 ? 0x7e00 : h;
   return static_cast<uint16_t>(h | sign);
 }

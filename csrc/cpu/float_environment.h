@@ -4,8 +4,8 @@
 
 namespace flashq {
 
-// Gradual underflow, round to nearest even, no traps. The arithmetic has to stand in a function that is not inlined into
-// the scope: compilers move floating-point operations across writes of the control register.
+// Gradual underflow, round to nearest even, no traps. The arithmetic has to stand in a function that is not inlined
+// into the scope: compilers move floating-point operations across writes of the control register.
 class IeeeScope {
  public:
   __attribute__((always_inline)) IeeeScope() noexcept : saved_(read()) { write(kIeee); }
@@ -16,22 +16,26 @@ class IeeeScope {
  private:
 #if defined(__SSE__)
   using Word = uint32_t;
-  static constexpr Word kIeee = 0x1f80;   // MXCSR: exceptions masked, nearest even, FTZ and DAZ off
+  static constexpr Word kIeee = 0x1f80;  // MXCSR: exceptions masked, nearest even, FTZ and DAZ off
   __attribute__((always_inline)) static Word read() noexcept {
     Word word;
     asm volatile("stmxcsr %0" : "=m"(word));
     return word;
   }
-  __attribute__((always_inline)) static void write(Word word) noexcept { asm volatile("ldmxcsr %0" : : "m"(word) : "memory"); }
+  __attribute__((always_inline)) static void write(Word word) noexcept {
+    asm volatile("ldmxcsr %0" : : "m"(word) : "memory");
+  }
 #elif defined(__aarch64__)
   using Word = uint64_t;
-  static constexpr Word kIeee = 0;   // FPCR: the same
+  static constexpr Word kIeee = 0;  // FPCR: the same
   __attribute__((always_inline)) static Word read() noexcept {
     Word word;
     asm volatile("mrs %0, fpcr" : "=r"(word));
     return word;
   }
-  __attribute__((always_inline)) static void write(Word word) noexcept { asm volatile("msr fpcr, %0" : : "r"(word) : "memory"); }
+  __attribute__((always_inline)) static void write(Word word) noexcept {
+    asm volatile("msr fpcr, %0" : : "r"(word) : "memory");
+  }
 #else
   using Word = uint32_t;
   static constexpr Word kIeee = 0;

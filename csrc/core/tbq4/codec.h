@@ -20,14 +20,14 @@ FLASHQ_HD Table<int32_t, kEdges> scaled_edges(float length) {
 }
 
 // The index of a rotated value is the number of the 15 edges -t6 .. -t0, 0, t0 .. t6 that are <= v. By symmetry that is
-// a magnitude 0..7 and a sign: v >= 0 counts t <= v, v < 0 counts t < -v, which one integer less turns into t <= -v - 1.
+// a sign and a magnitude 0..7: v >= 0 counts the t <= v, v < 0 the t < -v, the same count of an integer one smaller.
 struct Level {
-  int32_t index;    // of the centroids
-  int32_t square;   // of the magnitude, kSquares
+  int32_t index;   // of the centroids
+  int32_t square;  // of the magnitude, kSquares
 };
 FLASHQ_HD Level level_of(float v, const Table<int32_t, kEdges>& edges) {
   constexpr auto squares = kSquares;
-  const int32_t negative = v < 0 ? 1 : 0;   // not of -0, which is >= the edge 0
+  const int32_t negative = v < 0 ? 1 : 0;  // not of -0, which is >= the edge 0
   const int32_t size = static_cast<int32_t>(bits_of(v) & 0x7fffffff) - negative;
   int32_t magnitude = 0, square = squares[0];
   for (int k = 0; k < kEdges; ++k) {

@@ -8,7 +8,7 @@
 
 namespace flashq::tbq4 {
 
-enum class Sign { kIn, kOut };   // s1, s2
+enum class Sign { kIn, kOut };  // s1, s2
 
 // The fp32 sign bit of element i of a sign vector, and the flip: exact, and 0 becomes -0.
 template <Sign kSign> FLASHQ_HD constexpr uint32_t sign_bit(int i) {

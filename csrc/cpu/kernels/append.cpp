@@ -113,7 +113,7 @@ Status kv_append(const KvAppendParams& p, const Launch& launch) {
 }
 
 Status tbq4_append(const Tbq4AppendParams& p, const Launch& launch) {
-  if (p.reject_nonfinite) {   // before anything is written
+  if (p.reject_nonfinite) {  // before anything is written
     if (const uint32_t findings = inspect<Plane::kKey>(p, launch)) return refuse("k", findings);
     if (const uint32_t findings = inspect<Plane::kValue>(p, launch)) return refuse("v", findings);
   }

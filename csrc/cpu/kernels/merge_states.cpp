@@ -5,12 +5,12 @@
 namespace flashq::FLASHQ_ISA {
 namespace {
 
-constexpr int64_t kChunk = 256;   // dims accumulated at a time, on the stack
+constexpr int64_t kChunk = 256;  // dims accumulated at a time, on the stack
 
 struct Row {
-  const char* outs;     // of partial 0
+  const char* outs;  // of partial 0
   const float* lses;
-  char* out;            // (head_dim)
+  char* out;  // (head_dim)
   float* lse;
 };
 
@@ -35,7 +35,7 @@ template <class T> void merge_partials(const MergeParams& p, const Row& row, int
   auto* out = reinterpret_cast<Storage*>(row.out);
   SoftmaxState<Natural> state;
   int64_t dim = 0;
-  do {   // once even for head_dim 0, for the lse
+  do {  // once even for head_dim 0, for the lse
     const int64_t dims = min_of(kChunk, p.head_dim - dim);
     float o[kChunk];
     state = {row.lses[first * p.lses_stride[0]], 1};

@@ -9,11 +9,11 @@
 namespace flashq::FLASHQ_ISA {
 namespace {
 
-// Calls body(begin, end) over contiguous parts of [0, count), one part a worker. Parts hold at least `least` items: waking
-// a thread costs some 10 us, so a part should take 50.
+// Calls body(begin, end) over contiguous parts of [0, count), one part a worker. Parts hold at least `least` items:
+// waking a thread costs some 10 us, so a part should take 50.
 template <class Body> void for_ranges(const Launch& launch, int64_t count, int64_t least, const Body& body) {
-  const auto workers = static_cast<int32_t>(
-      max_of<int64_t>(1, min_of<int64_t>(launch.workers, count / max_of<int64_t>(least, 1))));
+  const auto workers =
+      static_cast<int32_t>(max_of<int64_t>(1, min_of<int64_t>(launch.workers, count / max_of<int64_t>(least, 1))));
   if (workers == 1) {
     if (count > 0) body(int64_t{0}, count);
     return;
@@ -66,12 +66,15 @@ class RowCursor {
 // Calls function(Float32{}), (Float16{}) or (Bfloat16{}).
 template <class Function> FLASHQ_HOST auto with_dtype(Dtype dtype, const Function& function) noexcept {
   switch (dtype) {
-    case Dtype::kFloat16: return function(Float16{});
-    case Dtype::kBfloat16: return function(Bfloat16{});
-    default: return function(Float32{});
+    case Dtype::kFloat16:
+      return function(Float16{});
+    case Dtype::kBfloat16:
+      return function(Bfloat16{});
+    default:
+      return function(Float32{});
   }
 }
-constexpr int kMaxHeadDim = 256;   // of TBQ4
+constexpr int kMaxHeadDim = 256;  // of TBQ4
 
 template <class T> FLASHQ_HOST void load_row(const typename T::Storage* from, int64_t head_dim, float* x) {
   for (int64_t i = 0; i < head_dim; ++i) x[i] = T::load(from[i]);

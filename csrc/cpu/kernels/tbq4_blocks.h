@@ -1,5 +1,5 @@
-// Blocks of the codec as real functions, shared by quantize and append: one copy of the long inlined arithmetic an object,
-// and a call boundary that IeeeScope needs.
+// Blocks of the codec as real functions, shared by quantize and append: one copy of the long inlined arithmetic an
+// object, and a call boundary that IeeeScope needs.
 #pragma once
 #include <cstdio>
 
@@ -10,7 +10,8 @@ namespace flashq::FLASHQ_ISA {
 namespace {
 
 // One row, x (head_dim) destroyed -> codes (head_dim / 2), norms (blocks).
-template <int kWidth> [[gnu::noinline]] void encode_row(float* x, int64_t head_dim, uint8_t* codes, uint16_t* norms) noexcept {
+template <int kWidth>
+[[gnu::noinline]] void encode_row(float* x, int64_t head_dim, uint8_t* codes, uint16_t* norms) noexcept {
   for (int64_t n = 0; n < head_dim / kWidth; ++n)
     norms[n] = tbq4::encode_block<kWidth>(x + n * kWidth, codes + n * (kWidth / 2));
 }
@@ -41,10 +42,12 @@ FLASHQ_HOST bool elements_are_finite(const float* x, int64_t head_dim) {
 
 FLASHQ_HOST Status refuse(const char* tensor, uint32_t findings) {
   Status status;
-  const char* expected = findings & (kNonfiniteInput | kNonfiniteOffset) ? "finite values" : "blocks of norm below 2^64";
+  const char* expected =
+      findings & (kNonfiniteInput | kNonfiniteOffset) ? "finite values" : "blocks of norm below 2^64";
   const char* got = findings & (kNonfiniteInput | kNonfiniteOffset) ? "NaN or Inf" : "a larger one";
   if (!(findings & kNonfiniteInput) && findings & kNonfiniteOffset) tensor = "k_offsets";
-  std::snprintf(status.message, sizeof status.message, "%s: expected %s (FLASHQ_CHECK=1), got %s", tensor, expected, got);
+  std::snprintf(status.message, sizeof status.message, "%s: expected %s (FLASHQ_CHECK=1), got %s", tensor, expected,
+                got);
   return status;
 }
 

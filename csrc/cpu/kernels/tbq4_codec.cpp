@@ -4,9 +4,10 @@
 namespace flashq::FLASHQ_ISA {
 namespace {
 
-constexpr int64_t kEncodeBytesPerUs = 2000, kDecodeBytesPerUs = 4000;   // of fp32 values, one core with AVX2
+constexpr int64_t kEncodeBytesPerUs = 2000, kDecodeBytesPerUs = 4000;  // of fp32 values, one core with AVX2
 
-template <class T> [[gnu::noinline]] void quantize_rows(const Tbq4QuantizeParams& p, int64_t begin, int64_t end) noexcept {
+template <class T>
+[[gnu::noinline]] void quantize_rows(const Tbq4QuantizeParams& p, int64_t begin, int64_t end) noexcept {
   const int64_t dim = p.x.head_dim, blocks = tbq4::blocks_per_row(dim);
   RowCursor from(p.x, begin);
   float x[kMaxHeadDim];
@@ -16,7 +17,8 @@ template <class T> [[gnu::noinline]] void quantize_rows(const Tbq4QuantizeParams
   }
 }
 
-template <class T> [[gnu::noinline]] uint32_t inspect_rows(const Tbq4QuantizeParams& p, int64_t begin, int64_t end) noexcept {
+template <class T>
+[[gnu::noinline]] uint32_t inspect_rows(const Tbq4QuantizeParams& p, int64_t begin, int64_t end) noexcept {
   RowCursor from(p.x, begin);
   uint32_t findings = kFinite;
   float x[kMaxHeadDim];
@@ -34,7 +36,8 @@ template <int kWidth>
     tbq4::decode_block<kWidth>(codes + n * (kWidth / 2), norms[n], out + n * kWidth);
 }
 
-template <class T> [[gnu::noinline]] void dequantize_rows(const Tbq4DequantizeParams& p, int64_t begin, int64_t end) noexcept {
+template <class T>
+[[gnu::noinline]] void dequantize_rows(const Tbq4DequantizeParams& p, int64_t begin, int64_t end) noexcept {
   const int64_t dim = p.codes.head_dim;
   RowCursor codes_at(p.codes, begin), norms_at(p.norms, begin);
   float x[kMaxHeadDim];
@@ -58,7 +61,8 @@ Status tbq4_quantize(const Tbq4QuantizeParams& p, const Launch& launch) {
     uint32_t findings = kFinite;
     for_ranges(launch, p.x.rows, least, [&](int64_t begin, int64_t end) noexcept {
       const IeeeScope scope;
-      const uint32_t found = with_dtype(p.x.dtype, [&](auto t) noexcept { return inspect_rows<decltype(t)>(p, begin, end); });
+      const uint32_t found =
+          with_dtype(p.x.dtype, [&](auto t) noexcept { return inspect_rows<decltype(t)>(p, begin, end); });
       __atomic_fetch_or(&findings, found, __ATOMIC_RELAXED);
     });
     if (findings != kFinite) return refuse("x", findings);
