@@ -1,13 +1,18 @@
 // fp16 and bf16 as bit patterns, to fp32 (exact) and back (nearest even, subnormals kept, NaN quiet).
 //
-// Integer arithmetic and selects only: loops over these vectorise at every instruction set, give the same bits
-// everywhere (hardware conversions differ in the payload of a NaN) and do not depend on the thread's flush mode.
+// On the CPU integer arithmetic and selects: loops over these vectorise at every instruction set, give the same bits at
+// each (hardware conversions differ in the payload of a NaN) and do not depend on the thread's flush mode.
 #pragma once
 #include "core/ieee.h"
 
 namespace flashq {
 
 FLASHQ_HD float half_to_float(uint16_t h) {
+#if defined(__CUDA_ARCH__)
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
+  return x;
+#else
   const int32_t sign = (h & 0x8000) << 16;
   const int32_t shifted = (h & 0x7fff) << 13;                            // exponent and mantissa in fp32's places
   const int32_t rebias = shifted >= 0x0f800000 ? 224 << 23 : 112 << 23;  // Inf and NaN go to fp32's top exponent
@@ -15,9 +20,15 @@ FLASHQ_HD float half_to_float(uint16_t h) {
   const float tiny = ieee::sub(float_of(static_cast<uint32_t>(shifted + (113 << 23))), 0x1p-14f);
   const int32_t magnitude = shifted < 0x00800000 ? static_cast<int32_t>(bits_of(tiny)) : shifted + rebias;
   return float_of(static_cast<uint32_t>(magnitude | sign));
+#endif
 }
 
 FLASHQ_HD uint16_t float_to_half(float x) {
+#if defined(__CUDA_ARCH__)
+  uint16_t h;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
+  return h;
+#else
   const int32_t bits = static_cast<int32_t>(bits_of(x)), magnitude = bits & 0x7fffffff;
   const int32_t sign = (bits >> 16) & 0x8000;
   // Below 2^-14 the grid of fp16 has steps of 2^-24, the steps of fp32 from 0.5 on: the sum rounds as fp16 does.
@@ -28,14 +39,21 @@ FLASHQ_HD uint16_t float_to_half(float x) {
   h = magnitude >= 0x477ff000 ? 0x7c00 : h;  // 65520 and above
   h = magnitude > 0x7f800000 ? 0x7e00 : h;
   return static_cast<uint16_t>(h | sign);
+#endif
 }
 
 FLASHQ_HD float bfloat_to_float(uint16_t h) { return float_of(static_cast<uint32_t>(h) << 16); }
 
 FLASHQ_HD uint16_t float_to_bfloat(float x) {
+#if defined(__CUDA_ARCH__)
+  uint16_t h;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(x));
+  return h;
+#else
   const uint32_t bits = bits_of(x);
   const bool nan = static_cast<int32_t>(bits & 0x7fffffff) > 0x7f800000;
   return static_cast<uint16_t>((nan ? bits | 0x400000 : bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+#endif
 }
 
 // Storage types of the three dtypes, for templates: load widens, store rounds.

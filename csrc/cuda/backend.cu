@@ -1,0 +1,74 @@
+// The table of the CUDA backend, which the library hands to libflashq.so when it loads, and what Python asks about
+// GPUs.
+#include "backend.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstdio>
+#include <string>
+
+#include "cuda/kernels.h"
+#include "cuda/launch.h"
+#include "exports.h"
+
+namespace flashq::cuda {
+namespace {
+
+const char* describe() {
+  static const std::string text = "CUDA " + std::to_string(CUDART_VERSION / 1000) + "." +
+                                  std::to_string(CUDART_VERSION % 1000 / 10) +
+                                  ", compute capability " FLASHQ_CUDA_ARCHS;
+  return text.c_str();
+}
+
+constexpr Backend kBackend{
+    .abi = kBackendAbi,
+    .attention_16_scratch_bytes = nullptr,
+    .attention_tbq4_scratch_bytes = nullptr,
+    .prefill = nullptr,
+    .decode = nullptr,
+    .tbq4_attention = nullptr,
+    .kv_append = nullptr,
+    .tbq4_append = nullptr,
+    .tbq4_quantize = nullptr,
+    .tbq4_dequantize = nullptr,
+    .tbq4_rotate = nullptr,
+    .merge_states = merge_states,
+    .describe = describe,
+};
+
+// Of another build than libflashq.so the table stays unregistered; the loader sees that and says so.
+[[maybe_unused]] const int registered = flashq_register_cuda_backend(&kBackend);
+
+void copy_text(const char* text, char* to, int32_t size) {
+  if (size > 0) std::snprintf(to, static_cast<size_t>(size), "%s", text);
+}
+
+}  // namespace
+}  // namespace flashq::cuda
+
+// The number of GPUs. 0 where there is no GPU or no driver; `problem` then says which, in CUDA's words.
+FLASHQ_EXPORT int32_t flashq_cuda_device_count(char* problem, int32_t problem_size) {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  flashq::cuda::copy_text(error ? cudaGetErrorString(error) : "", problem, problem_size);
+  return error ? 0 : count;
+}
+
+// One GPU: its name, compute capability and the shared memory in bytes that a block can opt in to. 0, or a cudaError_t.
+FLASHQ_EXPORT int32_t flashq_cuda_device(int32_t device, char* name, int32_t name_size, int32_t* major, int32_t* minor,
+                                         int64_t* shared_bytes) {
+  cudaDeviceProp properties;
+  const cudaError_t error = cudaGetDeviceProperties(&properties, device);
+  if (error) return error;
+  flashq::cuda::copy_text(properties.name, name, name_size);
+  *major = properties.major;
+  *minor = properties.minor;
+  *shared_bytes = static_cast<int64_t>(properties.sharedMemPerBlockOptin);
+  return 0;
+}
+
+// What an op says of a GPU of this compute capability, without "flashq::op: "; empty where flashq has kernels for it.
+FLASHQ_EXPORT void flashq_cuda_check_capability(int32_t major, int32_t minor, char* message, int32_t size) {
+  flashq::cuda::copy_text(flashq::cuda::check_capability(major, minor).message, message, size);
+}

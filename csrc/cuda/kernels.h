@@ -1,0 +1,9 @@
+// The entry points of the CUDA backend, for the table in backend.cu.
+#pragma once
+#include "backend.h"
+
+namespace flashq::cuda {
+
+[[nodiscard]] Status merge_states(const MergeParams&, const Launch&);
+
+}  // namespace flashq::cuda
