@@ -1,7 +1,7 @@
 // merge_states: partial attention results over disjoint keys to the result over all of them.
 //
-// Bound by memory: it reads K * head_dim values a row and writes head_dim. A thread owns one 16-byte vector of a row
-// (one value where strides or bases rule vectors out) and walks the partials in order by itself: neighbours read
+// Bound by memory: it reads K * head_dim values a row and writes head_dim. A thread owns two 16-byte vectors of a row
+// (two values where strides or bases rule vectors out) and walks the partials in order by itself: neighbours read
 // neighbouring vectors, the weights are recomputed by every thread instead of passed around, and nothing is shared.
 #include <cuda_runtime_api.h>
 
@@ -16,10 +16,14 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kMaxRowThreads = 64;  // threads side by side in a row; wider rows are walked
 constexpr int kVectorBytes = 16;
+constexpr int kPieces = 2;  // vectors of a thread: they share its weights
+constexpr int kBatch = 4;   // partials in flight
 
 template <class Storage, int kVector> struct alignas(sizeof(Storage) * kVector) Vector {
   Storage value[kVector];
 };
+
+template <class Chunk> __device__ Chunk load(const void* from) { return *static_cast<const Chunk*>(from); }
 
 struct Row {
   int64_t batch, token, head;
@@ -52,44 +56,60 @@ template <class T, int kVector> __global__ void __launch_bounds__(kThreads)
     Storage* out = static_cast<Storage*>(p.out) + i * p.head_dim;
 
     int64_t live = 0, lone = 0;  // partials that count; the last of them
-    SoftmaxState<Natural> state;
+#pragma unroll 8
     for (int64_t k = 0; k < p.partials; ++k) {
-      const float lse = __ldg(lses + k * p.lses_stride[0]);
-      if (lse == -kInf) continue;
-      merge(state, SoftmaxState<Natural>{lse, 1});
+      if (__ldg(lses + k * p.lses_stride[0]) == -kInf) continue;
       lone = k;
       ++live;
     }
+    float lse = live == 1 ? __ldg(lses + lone * p.lses_stride[0]) : -kInf;
     // A lone partial is copied bit for bit. But a NaN lse says that the row is NaN, whatever stands in it.
-    const float lse = live == 0 ? -kInf : live == 1 ? state.max : state.lse();
     const bool copy = live == 1 && lse == lse;
-    if (threadIdx.x == 0) p.lse[(row.batch * p.heads + row.head) * p.tokens + row.token] = lse;
 
-    for (int64_t d = int64_t{threadIdx.x} * kVector; d < p.head_dim; d += int64_t{blockDim.x} * kVector) {
-      Chunk result;
+    int64_t d = int64_t{threadIdx.x} * kVector;
+    const int64_t step = int64_t{blockDim.x} * kVector;
+    do {  // once even for head_dim 0, for the lse
+      Chunk result[kPieces] = {};
       if (copy) {
-        result = *reinterpret_cast<const Chunk*>(outs + lone * p.outs_stride[0] + d);
-      } else {
-        float o[kVector] = {};
-        SoftmaxState<Natural> seen;
-#pragma unroll 4
-        for (int64_t k = 0; k < p.partials; ++k) {
-          // Loaded before the lse is looked at, so that several partials are in flight.
-          const Chunk part = *reinterpret_cast<const Chunk*>(outs + k * p.outs_stride[0] + d);
-          const float part_lse = __ldg(lses + k * p.lses_stride[0]);
-          if (part_lse == -kInf) continue;
-          const bool first = seen.empty();
-          const MergeWeights weight = merge(seen, SoftmaxState<Natural>{part_lse, 1});
-          for (int v = 0; v < kVector; ++v) {
-            const float x = T::load(part.value[v]);
-            o[v] = first ? x : o[v] * weight.a + x * weight.b;
+        for (int j = 0; j < kPieces; ++j)
+          if (d + j * step < p.head_dim) result[j] = load<Chunk>(outs + lone * p.outs_stride[0] + d + j * step);
+      } else if (live > 0) {
+        float o[kPieces][kVector] = {};
+        SoftmaxState<Natural> state;
+        for (int64_t first = 0; first < p.partials; first += kBatch) {
+          Chunk part[kBatch][kPieces] = {};
+          float part_lse[kBatch];
+#pragma unroll
+          for (int k = 0; k < kBatch; ++k) {
+            const bool there = first + k < p.partials;
+            part_lse[k] = there ? __ldg(lses + (first + k) * p.lses_stride[0]) : -kInf;
+            for (int j = 0; j < kPieces; ++j)
+              if (there && d + j * step < p.head_dim)
+                part[k][j] = load<Chunk>(outs + (first + k) * p.outs_stride[0] + d + j * step);
+          }
+#pragma unroll
+          for (int k = 0; k < kBatch; ++k) {
+            if (part_lse[k] == -kInf) continue;
+            const bool fresh = state.empty();
+            const MergeWeights weight = merge(state, SoftmaxState<Natural>{part_lse[k], 1});
+            for (int j = 0; j < kPieces; ++j) {
+              for (int v = 0; v < kVector; ++v) {
+                const float x = T::load(part[k][j].value[v]);
+                o[j][v] = fresh ? x : o[j][v] * weight.a + x * weight.b;
+              }
+            }
           }
         }
-        const float scale = live == 0 ? 0 : live == 1 ? lse : 1 / seen.sum;  // live == 1: the lse is NaN
-        for (int v = 0; v < kVector; ++v) result.value[v] = T::store(o[v] * scale);
+        const float scale = live == 1 ? lse : 1 / state.sum;  // live == 1: the lse is NaN
+        if (live > 1) lse = state.lse();
+        for (int j = 0; j < kPieces; ++j)
+          for (int v = 0; v < kVector; ++v) result[j].value[v] = T::store(o[j][v] * scale);
       }
-      *reinterpret_cast<Chunk*>(out + d) = result;
-    }
+      for (int j = 0; j < kPieces; ++j)
+        if (d + j * step < p.head_dim) *reinterpret_cast<Chunk*>(out + d + j * step) = result[j];
+      d += kPieces * step;
+    } while (d < p.head_dim);
+    if (threadIdx.x == 0) p.lse[(row.batch * p.heads + row.head) * p.tokens + row.token] = lse;
   }
 }
 
@@ -102,9 +122,9 @@ bool aligned(const MergeParams& p, int64_t element, int64_t bytes) {
 }
 
 template <class T, int kVector> void launch_merge(const MergeParams& p, cudaStream_t stream) {
-  const int64_t rows = p.batch * p.tokens * p.heads, chunks = ceil_div(p.head_dim, kVector);
+  const int64_t rows = p.batch * p.tokens * p.heads, pieces = ceil_div(p.head_dim, kVector * kPieces);
   unsigned row_threads = 1;
-  while (row_threads < kMaxRowThreads && row_threads < chunks) row_threads *= 2;
+  while (row_threads < kMaxRowThreads && row_threads < pieces) row_threads *= 2;
   const dim3 block(row_threads, kThreads / row_threads);
   const auto grid = static_cast<unsigned>(min_of<int64_t>(ceil_div(rows, block.y), INT32_MAX));
   merge_kernel<T, kVector><<<grid, block, 0, stream>>>(p);
