@@ -23,16 +23,16 @@ Sequence describe(const AttentionParams& p, const PlanOptions& options, int64_t 
   s.batch = b;
   s.mask = {.q_len = q.q_len, .kv_len = options.page_size, .kv_start = 0, .window_left = p.score.window_left,
             .window_right = p.score.window_right, .causal = p.score.causal};
-  if (q.cu_seqlens_q.data) {
-    s.q_begin = index_at(q.cu_seqlens_q, b);
-    s.mask.q_len = index_at(q.cu_seqlens_q, b + 1) - s.q_begin;
+  if (q.cu_seqlens_q.given()) {
+    s.q_begin = q.cu_seqlens_q(b);
+    s.mask.q_len = q.cu_seqlens_q(b + 1) - s.q_begin;
   }
-  if (options.cu_seqlens_k.data) {
-    s.k_begin = index_at(options.cu_seqlens_k, b);
-    s.mask.kv_len = index_at(options.cu_seqlens_k, b + 1) - s.k_begin;
+  if (options.cu_seqlens_k.given()) {
+    s.k_begin = options.cu_seqlens_k(b);
+    s.mask.kv_len = options.cu_seqlens_k(b + 1) - s.k_begin;
   }
-  if (p.seqlens.data) s.mask.kv_len = index_at(p.seqlens, b);
-  if (p.kv_start.data) s.mask.kv_start = index_at(p.kv_start, b);
+  if (p.seqlens.given()) s.mask.kv_len = p.seqlens(b);
+  if (p.kv_start.given()) s.mask.kv_start = p.kv_start(b);
   s.rows = s.mask.q_len * group;
   s.few_rows = s.rows <= options.few_rows;
   s.block_rows = s.few_rows ? s.rows : block_rows;
@@ -86,8 +86,8 @@ template <class F> void for_each(const AttentionParams& p, const PlanOptions& op
     Sequence s = describe(p, options, b, block_rows);
     if (s.rows > 0) f(s);
   }
-  if (!q.cu_seqlens_q.data) return;
-  Sequence padding = describe_padding(p, index_at(q.cu_seqlens_q, q.batch));
+  if (!q.cu_seqlens_q.given()) return;
+  Sequence padding = describe_padding(p, q.cu_seqlens_q(q.batch));
   if (padding.rows > 0) f(padding);
 }
 

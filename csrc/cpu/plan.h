@@ -12,11 +12,6 @@
 
 namespace flashq::cpu {
 
-FLASHQ_HD int64_t index_at(const IndexView& view, int64_t i, int64_t j = 0) {
-  const int64_t at = i * view.stride[0] + j * view.stride[1];
-  return view.is_int64 ? static_cast<const int64_t*>(view.data)[at] : static_cast<const int32_t*>(view.data)[at];
-}
-
 // Rows of accumulators are padded to the widest vector.
 FLASHQ_HD constexpr int64_t padded_dim(int64_t head_dim) { return round_up(head_dim, 16); }
 

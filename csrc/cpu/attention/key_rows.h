@@ -18,9 +18,9 @@ class KeyRows {
   // Page and slot of a key. Reads the page table, so the key has to be visible.
   struct Place { int64_t page, slot; };
   FLASHQ_SIMD Place place(int64_t key) const {
-    if (!kv_.block_table.data) return {kv_.cu_seqlens_k.data ? 0 : s_.batch, s_.k_begin + key};
+    if (!kv_.block_table.given()) return {kv_.cu_seqlens_k.given() ? 0 : s_.batch, s_.k_begin + key};
     const int64_t entry = shift_ >= 0 ? key >> shift_ : key / kv_.page_size;
-    return {cpu::index_at(kv_.block_table, s_.batch, entry), key - entry * kv_.page_size};
+    return {kv_.block_table(s_.batch, entry), key - entry * kv_.page_size};
   }
   template <class T> FLASHQ_SIMD const T* value(int64_t kv_head, int64_t key) const {
     const Place at = place(key);
@@ -34,7 +34,7 @@ class KeyRows {
                           const T* (&v)[kTileK]) const {
     const T* k0 = static_cast<const T*>(kv_.k) + kv_head * kv_.k_stride[2];
     const T* v0 = static_cast<const T*>(kv_.v) + kv_head * kv_.v_stride[2];
-    const int64_t page_end = kv_.block_table.data ? kv_.page_size : INT64_MAX;
+    const int64_t page_end = kv_.block_table.given() ? kv_.page_size : INT64_MAX;
     Place at{0, page_end};   // forces a look-up
     for (int i = 0; i < kTileK; ++i, ++at.slot) {
       if (!(needed >> i & 1)) {

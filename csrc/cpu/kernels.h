@@ -1,0 +1,31 @@
+// What each ISA level offers to the dispatcher, and the kernels of a level to each other. The files of cpu/kernels/ are
+// compiled once per level, into namespace flashq::<level>.
+#pragma once
+#include "cpu/plan.h"
+
+namespace flashq {
+namespace cpu {
+
+// prefill, prefill_varlen and decode are one op here: a sequence's rows decide which kernel its units go to.
+struct Kernels {
+  int64_t (*attention_16_scratch_bytes)(const Attention16Params&, int32_t workers);
+  Status (*attention_16)(const Attention16Params&, const Launch&);
+};
+
+}  // namespace cpu
+
+namespace portable { extern const cpu::Kernels kernels; }
+namespace avx2 { extern const cpu::Kernels kernels; }
+namespace avx512 { extern const cpu::Kernels kernels; }
+
+#if defined(FLASHQ_ISA)
+namespace FLASHQ_ISA {
+
+// prefill.cpp: sequences of many rows. Scratch of a worker, and one unit.
+int64_t many_rows_worker_bytes(const Attention16Params&, int64_t block_rows);
+void run_many_rows(const Attention16Params&, const cpu::Plan&, const cpu::Unit&, std::byte* scratch);
+
+}  // namespace FLASHQ_ISA
+#endif
+
+}  // namespace flashq
