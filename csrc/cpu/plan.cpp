@@ -8,7 +8,6 @@ namespace {
 
 constexpr int64_t kAlign = 64;
 constexpr int64_t kMinBlockRows = 48;
-constexpr int64_t kPaddingRows = 4096;   // rows of a unit that only writes zeros
 constexpr double kSmallWork = 50e3;      // ns; waking a sleeping pool costs about as much
 
 struct Totals {
@@ -41,13 +40,13 @@ Sequence describe(const AttentionParams& p, const PlanOptions& options, int64_t 
 }
 
 // Rows past the last sequence, as a sequence without keys.
-Sequence describe_padding(const AttentionParams& p, int64_t begin) {
+Sequence describe_padding(const AttentionParams& p, int64_t begin, int64_t block_rows) {
   Sequence s{};
   s.q_begin = begin;
   s.mask = {.q_len = p.query.total_tokens - begin, .kv_len = 0, .kv_start = 0, .window_left = kUnlimited,
             .window_right = kUnlimited, .causal = false};
   s.rows = s.mask.q_len * (p.query.q_heads / p.query.kv_heads);
-  s.block_rows = kPaddingRows;
+  s.block_rows = block_rows;
   s.block_heads = 1;
   s.padding = true;
   return s;
@@ -87,7 +86,7 @@ template <class F> void for_each(const AttentionParams& p, const PlanOptions& op
     if (s.rows > 0) f(s);
   }
   if (!q.cu_seqlens_q.given()) return;
-  Sequence padding = describe_padding(p, q.cu_seqlens_q(q.batch));
+  Sequence padding = describe_padding(p, q.cu_seqlens_q(q.batch), block_rows);
   if (padding.rows > 0) f(padding);
 }
 
