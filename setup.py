@@ -133,7 +133,7 @@ def write_ninja_file() -> list[str]:
     torch_lib.symlink_to(torch.path / "lib")
 
     werror = os.environ.get("FLASHQ_WERROR") == "1"
-    prefix_map = f"-ffile-prefix-map={ROOT}=."
+    prefix_map = "-ffile-prefix-map=$$PWD=."  # the shell's, so that a moved tree keeps its commands and objects
     cxx = os.environ.get("CXX", "c++")
     flags = " ".join([*CXX_FLAGS, prefix_map] + ["-Werror"] * werror)
     ninja = Ninja()
@@ -175,7 +175,7 @@ def write_ninja_file() -> list[str]:
 
 
 class BuildLibraries(build_ext):
-    """Runs ninja, then puts the libraries into the wheel's folder or, for in-place and editable builds, the tree's."""
+    """Runs ninja, then puts the libraries into the tree's package and, for a wheel, into the wheel's."""
 
     libraries_built: list[Path]
 
@@ -188,19 +188,21 @@ class BuildLibraries(build_ext):
             command = [sys.executable, "-m", "ninja", "-f", f"{BUILD}/build.ninja", "-j", str(job_count()), *targets]
             if subprocess.run(command, cwd=ROOT, check=False).returncode:
                 raise SystemExit("flashq: the build failed; the compiler's message stands above")
-            package = ROOT / "flashq" if self.inplace or self.editable_mode else Path(self.build_lib, "flashq")
-            for stale in ("lib/libflashq.so", "lib/libflashq_cuda.so"):  # of an earlier build with other settings
-                if stale not in names:
-                    (package / stale).unlink(missing_ok=True)
-            self.libraries_built = [self.place(ROOT / BUILD / "flashq" / name, package / name) for name in names]
+            # Always into the tree: `python -m flashq` started there finds the tree's package before an installed one.
+            self.libraries_built = self.place(names, ROOT / "flashq")
+            if not (self.inplace or self.editable_mode):
+                self.libraries_built = self.place(names, Path(self.build_lib, "flashq"))
 
-    def place(self, built: Path, to: Path) -> Path:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        fresh = to.with_name(to.name + ".new")
-        shutil.copyfile(built, fresh)
-        fresh.chmod(0o755)
-        fresh.replace(to)  # a process that has the old file mapped keeps it
-        return to
+    def place(self, names: list[str], package: Path) -> list[Path]:
+        (package / "lib").mkdir(parents=True, exist_ok=True)
+        if "lib/libflashq_cuda.so" not in names:
+            (package / "lib/libflashq_cuda.so").unlink(missing_ok=True)  # of an earlier build with CUDA
+        for name in names:
+            fresh = package / f"{name}.new"
+            shutil.copyfile(ROOT / BUILD / "flashq" / name, fresh)
+            fresh.chmod(0o755)
+            fresh.replace(package / name)  # a process that has the old file mapped keeps it
+        return [package / name for name in names]
 
     def get_outputs(self) -> list[str]:
         return [str(path) for path in getattr(self, "libraries_built", [])]

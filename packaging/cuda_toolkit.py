@@ -57,7 +57,7 @@ def parse_cuda_archs(text: str) -> list[str]:
             if not match or (plus and suffix != "PTX"):
                 known = ", ".join(CUDA_ARCH_NAMES)
                 raise SystemExit(
-                    f"flashq: CUDA architectures: expected like '{DEFAULT_CUDA_ARCHS}' or {known}; got {text!r}"
+                    f"flashq: CUDA architectures: expected like '{DEFAULT_CUDA_ARCHS}' or {known}, got {text!r}"
                 )
             if (int(match[1]), int(match[2])) < MIN_CUDA_ARCH:
                 continue
