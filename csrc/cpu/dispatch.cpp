@@ -109,6 +109,12 @@ const flashq::Backend& flashq::cpu_backend() {
     b.attention_16_scratch_bytes = cpu::scratch_bytes<&Kernels::attention_16_scratch_bytes, Attention16Params>;
     b.prefill = cpu::run<&Kernels::attention_16, Attention16Params>;
     b.decode = cpu::run<&Kernels::attention_16, Attention16Params>;
+    b.kv_append = cpu::run<&Kernels::kv_append, KvAppendParams>;
+    b.tbq4_append = cpu::run<&Kernels::tbq4_append, Tbq4AppendParams>;
+    b.tbq4_quantize = cpu::run<&Kernels::tbq4_quantize, Tbq4QuantizeParams>;
+    b.tbq4_dequantize = cpu::run<&Kernels::tbq4_dequantize, Tbq4DequantizeParams>;
+    b.tbq4_rotate = cpu::run<&Kernels::tbq4_rotate, Tbq4RotateParams>;
+    b.merge_states = cpu::run<&Kernels::merge_states, MergeParams>;
     b.describe = cpu::describe;
     return b;
   }();

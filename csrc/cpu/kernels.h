@@ -6,10 +6,17 @@
 namespace flashq {
 namespace cpu {
 
-// prefill, prefill_varlen and decode are one op here: a sequence's rows decide which kernel its units go to.
+// One level's functions. prefill, prefill_varlen and decode are one op here: a sequence's rows decide which kernel its
+// units go to.
 struct Kernels {
   int64_t (*attention_16_scratch_bytes)(const Attention16Params&, int32_t workers);
   Status (*attention_16)(const Attention16Params&, const Launch&);
+  Status (*kv_append)(const KvAppendParams&, const Launch&);
+  Status (*tbq4_append)(const Tbq4AppendParams&, const Launch&);
+  Status (*tbq4_quantize)(const Tbq4QuantizeParams&, const Launch&);
+  Status (*tbq4_dequantize)(const Tbq4DequantizeParams&, const Launch&);
+  Status (*tbq4_rotate)(const Tbq4RotateParams&, const Launch&);
+  Status (*merge_states)(const MergeParams&, const Launch&);
 };
 
 }  // namespace cpu
@@ -20,6 +27,15 @@ namespace avx512 { extern const cpu::Kernels kernels; }
 
 #if defined(FLASHQ_ISA)
 namespace FLASHQ_ISA {
+
+int64_t attention_16_scratch_bytes(const Attention16Params&, int32_t workers);
+Status attention_16(const Attention16Params&, const Launch&);
+Status kv_append(const KvAppendParams&, const Launch&);
+Status tbq4_append(const Tbq4AppendParams&, const Launch&);
+Status tbq4_quantize(const Tbq4QuantizeParams&, const Launch&);
+Status tbq4_dequantize(const Tbq4DequantizeParams&, const Launch&);
+Status tbq4_rotate(const Tbq4RotateParams&, const Launch&);
+Status merge_states(const MergeParams&, const Launch&);
 
 // prefill.cpp: sequences of many rows. Scratch of a worker, and one unit.
 int64_t many_rows_worker_bytes(const Attention16Params&, int64_t block_rows);

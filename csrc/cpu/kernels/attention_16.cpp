@@ -12,7 +12,9 @@ cpu::PlanOptions options_of(const Attention16Params& p) {
 
 int64_t worker_bytes(const Attention16Params& p) { return many_rows_worker_bytes(p, kBlockRows); }
 
-int64_t scratch_bytes(const Attention16Params& p, int32_t workers) {
+}  // namespace
+
+int64_t attention_16_scratch_bytes(const Attention16Params& p, int32_t workers) {
   return cpu::plan_scratch_bytes(p, options_of(p), worker_bytes(p), workers);
 }
 
@@ -29,9 +31,5 @@ Status attention_16(const Attention16Params& p, const Launch& launch) {
   cpu::run_units(plan, launch, run, &call);
   return {};
 }
-
-}  // namespace
-
-const cpu::Kernels kernels{.attention_16_scratch_bytes = scratch_bytes, .attention_16 = attention_16};
 
 }  // namespace flashq::FLASHQ_ISA
