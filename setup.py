@@ -162,7 +162,7 @@ def write_ninja_file() -> list[str]:
         defines = [define("CUDA_ARCHS", archs)]
         objects = [ninja.compile("nvcc", source, defines) for source in sources("cuda/*.cu")]
         link_flags = [f"-L{BUILD}/flashq/lib", "-lflashq", "'-Xlinker=-rpath=$$ORIGIN'"]
-        link_flags += ["-Xlinker=--as-needed,--no-undefined,--exclude-libs=ALL"]
+        link_flags += ["-Xlinker=--as-needed,--no-undefined,--exclude-libs=ALL,-soname,libflashq_cuda.so"]
         ninja.link("nvcc_link", "lib/libflashq_cuda.so", objects, link_flags, needs=library)
 
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
