@@ -24,6 +24,7 @@ __all__ = [
     "fingerprint",
     "from_blocks",
     "key_bias_ratio",
+    "page_offsets",
     "to_blocks",
 ]
 
@@ -50,6 +51,8 @@ EDGES: Tensor = (_mirror(_UPPER_MIDPOINTS, (0.0,)).double() * 128.0**0.5).float(
 # Squared centroids in fixed point, and the scale that undoes it: the norm of the levels does not depend on an order.
 SQUARES: Tensor = (CENTROIDS[128].double() ** 2 * 2.0**28).round().to(torch.int64)
 SQUARES_SCALE = {128: 2.0**-28, 64: 2.0**-27}
+
+OFFSET_WINDOW = 64  # keys before a page that `page_offsets` averages
 
 FINGERPRINT = "dbe9ab17e320d84f"
 
@@ -151,3 +154,53 @@ def key_bias_ratio(k: Tensor) -> Tensor:
     """
     keys = k.float()
     return keys.mean(0).norm(dim=-1) / keys.norm(dim=-1).mean(0).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def page_offsets(k: Tensor, start: int, page_size: int, previous: Tensor | None = None) -> tuple[int, Tensor]:
+    """Key offsets of the pages that an append opens, for ``k_offsets`` of `tbq4_append_` and `tbq4_attention`.
+
+    A page's offset is fixed when its first token is appended: the mean of this append's keys in the page if they fill
+    it, or if no earlier key exists; otherwise the mean of the last 64 keys before the page, or of as many as there are.
+    So it never waits for tokens to come, and on the first page, where a zero offset would cost most, it is never zero.
+
+    Args:
+        k: (T, Hkv, D), the keys of this append in order, any floating dtype.
+        start: position of the first of them in its sequence, in tokens.
+        page_size: tokens a page.
+        previous: (R, Hkv, D), the last R keys before `start`, at least min(64, start) of them; None when start is 0.
+
+    Returns:
+        The index within the sequence of the first page opened, and the offsets fp16 (opened pages, Hkv, D) of it and
+        the pages after it; values beyond fp16's range are clamped to it.
+
+    Raises:
+        ValueError: fewer previous keys than the rule needs, a negative start or a page size below 1.
+    """
+    if start < 0 or page_size < 1:
+        raise ValueError(
+            f"flashq.tbq4.page_offsets: start, page_size: expected >= 0 and >= 1, got {start} and {page_size}"
+        )
+    first = -(-start // page_size)
+    end = start + k.shape[0]
+    known = k.float()
+    begin = start  # position of known[0]
+    if start > 0 and previous is not None:
+        tail = previous[-OFFSET_WINDOW:]
+        known, begin = torch.cat([tail.float(), known]), start - tail.shape[0]
+    offsets = []
+    for page in range(first, -(-end // page_size)):
+        opening = page * page_size
+        if opening == 0 or end >= opening + page_size:
+            keys = known[opening - begin : opening + page_size - begin]
+        else:
+            wanted = min(OFFSET_WINDOW, opening)
+            if opening - begin < wanted:
+                raise ValueError(
+                    f"flashq.tbq4.page_offsets: previous: expected the last {min(OFFSET_WINDOW, start)} keys before "
+                    f"position {start}, got {start - begin}"
+                )
+            keys = known[opening - wanted - begin : opening - begin]
+        offsets.append(keys.mean(0))
+    limit = torch.finfo(torch.float16).max
+    stacked = torch.stack(offsets) if offsets else known.new_zeros(0, *k.shape[1:])
+    return first, stacked.clamp(-limit, limit).half()
