@@ -7,6 +7,9 @@
 
 namespace flashq {
 
+// a where `take` holds, else b, without a branch: of `?:` the compiler makes one, and then vectorises nothing.
+FLASHQ_HD int32_t select(bool take, int32_t a, int32_t b) { return b ^ ((a ^ b) & -static_cast<int32_t>(take)); }
+
 FLASHQ_HD float half_to_float(uint16_t h) {
 #if defined(__CUDA_ARCH__)
   float x;
@@ -18,7 +21,7 @@ FLASHQ_HD float half_to_float(uint16_t h) {
   const int32_t rebias = shifted >= 0x0f800000 ? 224 << 23 : 112 << 23;  // Inf and NaN go to fp32's top exponent
   // A subnormal: its integer value on top of 2^-14's mantissa, less 2^-14. No fp32 subnormal is involved.
   const float tiny = ieee::sub(float_of(static_cast<uint32_t>(shifted + (113 << 23))), 0x1p-14f);
-  const int32_t magnitude = shifted < 0x00800000 ? static_cast<int32_t>(bits_of(tiny)) : shifted + rebias;
+  const int32_t magnitude = select(shifted < 0x00800000, static_cast<int32_t>(bits_of(tiny)), shifted + rebias);
   return float_of(static_cast<uint32_t>(magnitude | sign));
 #endif
 }
@@ -35,9 +38,9 @@ FLASHQ_HD uint16_t float_to_half(float x) {
   const float on_grid = ieee::add(float_of(static_cast<uint32_t>(magnitude)), 0.5f);
   const int32_t subnormal = static_cast<int32_t>(bits_of(on_grid)) - 0x3f000000;
   const int32_t rounded = (magnitude - (112 << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-  int32_t h = magnitude < 0x38800000 ? subnormal : rounded;
-  h = magnitude >= 0x477ff000 ? 0x7c00 : h;  // 65520 and above
-  h = magnitude > 0x7f800000 ? 0x7e00 : h;
+  int32_t h = select(magnitude < 0x38800000, subnormal, rounded);
+  h = select(magnitude >= 0x477ff000, 0x7c00, h);  // 65520 and above
+  h = select(magnitude > 0x7f800000, 0x7e00, h);
   return static_cast<uint16_t>(h | sign);
 #endif
 }
