@@ -20,7 +20,7 @@ void copy_tokens(const KvAppendParams& p, int64_t begin, int64_t end) {
       std::memcpy(target + h * to_stride[2] * bytes, source + h * from_stride[1] * bytes, row_bytes);
   };
   for (int64_t token = begin; token < end; ++token) {
-    const int64_t slot = index_at(s.slots, token);
+    const int64_t slot = s.slots(token);
     if (slot < 0) continue;
     const Place at = place_of(slot, p.page_size);
     copy_token(s.k, s.k_stride, p.k_cache, p.k_stride, token, at);
@@ -54,7 +54,7 @@ template <Plane kPlane, class T>
   uint16_t* norms = kPlane == Plane::kKey ? p.k_norms : p.v_norms;
   float x[kMaxHeadDim];
   for (int64_t token = begin; token < end; ++token) {
-    const int64_t slot = index_at(s.slots, token);
+    const int64_t slot = s.slots(token);
     if (slot < 0) continue;
     const Place at = place_of(slot, p.page_size);
     for (int64_t h = 0; h < s.kv_heads; ++h) {
@@ -71,7 +71,7 @@ template <Plane kPlane, class T>
   uint32_t findings = kFinite;
   float x[kMaxHeadDim];
   for (int64_t token = begin; token < end; ++token) {
-    const int64_t slot = index_at(s.slots, token);
+    const int64_t slot = s.slots(token);
     if (slot < 0) continue;
     for (int64_t h = 0; h < s.kv_heads; ++h) {
       const uint16_t* offset = offset_at(p, kPlane, place_of(slot, p.page_size).page, h);

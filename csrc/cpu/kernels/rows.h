@@ -2,9 +2,9 @@
 #pragma once
 #include <cstring>
 
-#include "backend.h"
 #include "core/half.h"
 #include "cpu/float_environment.h"
+#include "cpu/kernels.h"
 
 namespace flashq::FLASHQ_ISA {
 namespace {
@@ -84,11 +84,6 @@ template <class T> FLASHQ_HOST void store_row(const float* x, int64_t head_dim, 
 }
 
 FLASHQ_HOST int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
-
-FLASHQ_HOST int64_t index_at(const IndexView& view, int64_t i) {
-  const int64_t at = i * view.stride[0];
-  return view.is_int64 ? static_cast<const int64_t*>(view.data)[at] : static_cast<const int32_t*>(view.data)[at];
-}
 
 }  // namespace
 }  // namespace flashq::FLASHQ_ISA
