@@ -1,0 +1,1 @@
+"""Measurements: `python -m benchmarks cpu`, `python -m benchmarks compare A.json B.json`."""

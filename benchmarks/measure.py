@@ -1,0 +1,105 @@
+"""One row of a benchmark: contenders and a ceiling in turns, then medians and ratios."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from flashq.cli.timing import Call, take_turns
+
+
+@dataclass
+class Setup:
+    """What a case runs. The first contender is the one that the row is about."""
+
+    contenders: dict[str, Call]
+    work: float
+    """Floating-point operations, bytes or values of one call."""
+    ceiling: Callable[[], float] | None = None
+    """The most of `work` a second that this machine can do, measured anew at every call."""
+
+
+@dataclass
+class Case:
+    """A row to be measured; `prepare` allocates only when it is its turn."""
+
+    suite: str
+    name: str
+    unit: str
+    """"GFLOP/s", "GB/s"."""
+    prepare: Callable[[], Setup]
+
+
+@dataclass
+class Spread:
+    """Seconds a call over the rounds."""
+
+    median: float
+    low: float
+    """First quartile."""
+    high: float
+    """Third quartile."""
+    rounds: int
+
+
+@dataclass
+class Result:
+    """One measured row."""
+
+    suite: str
+    name: str
+    unit: str
+    rate: float
+    """Work a second of the first contender, in `unit`."""
+    ceiling: float | None
+    """The same of the ceiling, None without one."""
+    ratios: dict[str, float]
+    """How many times as fast the first contender is as each other one: the median over the rounds."""
+    seconds: dict[str, Spread] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float | None:
+        return None if self.ceiling is None else self.rate / self.ceiling
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Result:
+        seconds = {name: Spread(**spread) for name, spread in data["seconds"].items()}
+        return Result(**{**data, "seconds": seconds})
+
+
+def spread_of(values: Sequence[float]) -> Spread:
+    """Median and quartiles."""
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0], 1)
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(middle, low, high, len(values))
+
+
+def measure(case: Case, seconds: float, device: str = "cpu") -> Result:
+    """Measure one row for about `seconds`; the ceiling takes its turn in every round."""
+    setup = case.prepare()
+    ceilings: list[float] = []
+    calls = dict(setup.contenders)
+    ceiling = setup.ceiling
+    if ceiling is not None:
+        calls["ceiling"] = lambda: ceilings.append(ceiling())
+    taken = take_turns(calls, seconds=seconds, device=device, sample=5e-3)
+    taken.pop("ceiling", None)
+    own, *others = taken
+    return Result(
+        suite=case.suite,
+        name=case.name,
+        unit=case.unit,
+        rate=setup.work / statistics.median(taken[own]) / 1e9,
+        ceiling=statistics.median(ceilings) / 1e9 if ceilings else None,
+        ratios={
+            other: statistics.median(theirs / ours for theirs, ours in zip(taken[other], taken[own], strict=True))
+            for other in others
+        },
+        seconds={name: spread_of(values) for name, values in taken.items()},
+    )

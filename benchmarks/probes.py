@@ -1,0 +1,75 @@
+"""The ceilings of this machine, measured by probes.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flashq.cli.machine import cpu_model
+
+SOURCE = Path(__file__).with_name("probes.cpp")
+FLAGS = ["-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-pthread", "-Wno-psabi"]
+
+
+def cache_folder() -> Path:
+    """Where the compiled probes stay."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashq"
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Compile the probes for this CPU, once a source and CPU model, and load them.
+
+    Raises:
+        RuntimeError: there is no C++ compiler, or it fails.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        raise RuntimeError("benchmarks: the ceilings need a C++ compiler: expected c++ on PATH or CXX, found none")
+    key = hashlib.sha256("\0".join([SOURCE.read_text(), *FLAGS, compiler, cpu_model()]).encode()).hexdigest()[:16]
+    path = cache_folder() / f"probes-{key}.so"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            fresh = Path(folder, path.name)
+            command = [compiler, *FLAGS, str(SOURCE), "-o", str(fresh)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise RuntimeError(f"benchmarks: compiling the probes failed: {done.stderr.strip()[:500]}")
+            fresh.replace(path)
+    loaded = ctypes.CDLL(str(path))
+    for function in (loaded.probe_fma, loaded.probe_bf16, loaded.probe_read):
+        function.restype = ctypes.c_double
+    loaded.probe_fma.argtypes = loaded.probe_bf16.argtypes = [ctypes.c_int, ctypes.c_int64]
+    loaded.probe_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int64]
+    return loaded
+
+
+def fma_rate(steps: int = 1 << 20) -> float:
+    """fp32 FLOP/s of all torch threads."""
+    return library().probe_fma(torch.get_num_threads(), steps)
+
+
+def bf16_rate(steps: int = 1 << 20) -> float:
+    """bf16 dot-product FLOP/s of all torch threads; 0 where the CPU has no such instruction."""
+    return library().probe_bf16(torch.get_num_threads(), steps)
+
+
+def read_rate(tensors: list[Tensor], least_bytes: float = 2e8) -> float:
+    """Bytes/s of reading the tensors' memory with all torch threads, over and over up to `least_bytes`."""
+    total, seconds = 0.0, 0.0
+    for tensor in tensors:
+        size = tensor.untyped_storage().nbytes()
+        passes = max(1, round(least_bytes / len(tensors) / size))
+        rate = library().probe_read(tensor.data_ptr(), size, torch.get_num_threads(), passes)
+        total, seconds = total + size * passes, seconds + size * passes / rate
+    return total / seconds

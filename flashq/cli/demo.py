@@ -1,0 +1,231 @@
+"""`python -m flashq demo`: attention over real keys and values, from every kind of cache, against eager attention."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+
+import flashq
+from flashq.cli.capture import CAPTURES, Capture, load_capture
+from flashq.cli.demo_caches import Cache16, Tbq4Cache
+from flashq.cli.timing import format_bytes, format_seconds, medians, take_turns
+
+LONG = 16384  # tokens of the second timing: the captured ones, repeated
+
+CACHES: dict[str, Callable[..., Cache16 | Tbq4Cache]] = {
+    "decode, 16-bit cache": Cache16,
+    "TBQ4 cache": partial(Tbq4Cache, offsets=False, exact=False),
+    "TBQ4 + page offsets": partial(Tbq4Cache, offsets=True, exact=False),
+    "TBQ4 + page offsets, 4 first and 64 recent exact": partial(Tbq4Cache, offsets=True, exact=True),
+}
+PREFILL = "prefill, all queries at once"
+PLAIN, OFFSETS, EXACT = list(CACHES)[1:]
+
+
+@dataclass
+class Timing:
+    """One decode step (of prefill: one call) at a number of tokens in the cache."""
+
+    tokens: int
+    cache_bytes: int | None
+    seconds: float
+    times_torch: float
+
+
+@dataclass
+class Row:
+    """What one way to attend gives: error, and figures at the captured and at the long context."""
+
+    method: str
+    error: float
+    timings: list[Timing]
+
+
+@dataclass
+class Layer:
+    """The figures of one captured layer."""
+
+    name: str
+    title: str
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    tokens: int
+    queries: int
+    rows: list[Row]
+
+    def row(self, method: str) -> Row:
+        return next(row for row in self.rows if row.method == method)
+
+
+def relative_error(out: Tensor, reference: Tensor) -> float:
+    """|out - reference| / |reference|, L2 over everything."""
+    return ((out.double() - reference.double()).norm() / reference.double().norm()).item()
+
+
+def generate(cache: Cache16 | Tbq4Cache, capture: Capture) -> Tensor:
+    """Append the prompt at once, then every further token and its query one by one -> outputs (queries, Hq, D)."""
+    prompt = len(capture.k) - len(capture.q)
+    cache.append(capture.k[:prompt], capture.v[:prompt])
+    outs = []
+    for step, q in enumerate(capture.q):
+        token = slice(prompt + step, prompt + step + 1)
+        cache.append(capture.k[token], capture.v[token])
+        outs.append(cache.attend(q[None]))
+    return torch.cat(outs)
+
+
+def sdpa_step(k: Tensor, v: Tensor, q: Tensor) -> Callable[[], Tensor]:
+    """torch's own attention of the last S queries q (S, Hq, D) over k, v (T, Hkv, D), in the layout it likes best."""
+    q, k, v = (x.transpose(0, 1)[None].contiguous() for x in (q, k, v))
+    mask = None
+    if q.shape[2] > 1:  # its is_causal aligns top-left, so the mask has to be written out
+        mask = flashq.reference.visible_keys(q.shape[2], k.shape[2], causal=True).to(q.device)
+    return lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def time_steps(
+    caches: dict[str, Cache16 | Tbq4Cache], k: Tensor, v: Tensor, q: Tensor, device: str, seconds: float
+) -> dict[str, Timing]:
+    """Time one decode step, query q (1, Hq, D), from each filled cache, in turns with torch over k, v (T, Hkv, D)."""
+    torch_name = "torch"
+    calls = {name: partial(cache.attend, q) for name, cache in caches.items()}
+    taken = medians(take_turns({torch_name: sdpa_step(k, v, q), **calls}, seconds=seconds, device=device))
+    return {
+        name: Timing(len(k), cache.bytes(), taken[name], taken[torch_name] / taken[name])
+        for name, cache in caches.items()
+    }
+
+
+def measure(capture: Capture, device: str = "cpu", *, long: int = LONG, seconds: float = 1.0) -> Iterator[str | Layer]:
+    """Run one capture through everything; yield what is about to happen, and at last the Layer with the figures."""
+    tokens, kv_heads, head_dim = capture.k.shape
+    queries, q_heads, _ = capture.q.shape
+    yield "eager attention"
+    eager, _ = flashq.reference.prefill(capture.q[None], capture.k[None], capture.v[None], causal=True)
+    capture = capture._replace(q=capture.q.to(device), k=capture.k.to(device), v=capture.v.to(device))
+    eager = eager[0].to(device)
+
+    yield "prefill"
+    prefill = partial(flashq.prefill, capture.q[None], capture.k[None], capture.v[None], causal=True)
+    peer = sdpa_step(capture.k, capture.v, capture.q)
+    taken = medians(take_turns({"torch": peer, "flashq": prefill}, seconds=seconds / 2, device=device))
+    timing = Timing(tokens, None, taken["flashq"], taken["torch"] / taken["flashq"])
+    rows = [Row(PREFILL, relative_error(prefill()[0][0], eager), [timing])]
+
+    caches = {}
+    for name, make in CACHES.items():
+        yield name
+        caches[name] = make(tokens, kv_heads, head_dim, capture.q.dtype, device)
+        rows.append(Row(name, relative_error(generate(caches[name], capture), eager), []))
+    yield f"timing at {tokens} tokens"
+    timings = time_steps(caches, capture.k, capture.v, capture.q[-1:], device, seconds)
+
+    yield f"filling caches of {long} tokens"
+    k, v = (x.repeat(-(-long // tokens), 1, 1)[:long].contiguous() for x in (capture.k, capture.v))
+    for name, make in CACHES.items():
+        caches[name] = make(long, kv_heads, head_dim, k.dtype, device)
+        caches[name].append(k, v)
+    yield f"timing at {long} tokens"
+    long_timings = time_steps(caches, k, v, capture.q[-1:], device, seconds)
+    for row in rows[1:]:
+        row.timings += [timings[row.method], long_timings[row.method]]
+    yield Layer(capture.name, capture.title, q_heads, kv_heads, head_dim, tokens, queries, rows)
+
+
+def make_table(layer: Layer) -> Table:
+    """The layer's figures as a table for people."""
+    short, long = (timing.tokens for timing in layer.row(PLAIN).timings)
+    table = Table(
+        title=f"{layer.title}: {layer.q_heads} query heads, {layer.kv_heads} KV heads, head dim {layer.head_dim}",
+        title_justify="left",
+    )
+    table.add_column("")
+    table.add_column("error", justify="right")
+    for tokens in (short, long):
+        table.add_column(f"cache,\n{tokens:,} tokens", justify="right")
+        table.add_column("time", justify="right")
+        table.add_column("x torch", justify="right")
+    full = layer.rows[1].timings
+    for row in layer.rows:
+        cells = []
+        for index, timing in enumerate(row.timings):
+            size = "" if timing.cache_bytes is None else format_bytes(timing.cache_bytes)
+            if timing.cache_bytes is not None and row is not layer.rows[1]:
+                size += f" {timing.cache_bytes / full[index].cache_bytes:.0%}"
+            cells += [size, format_seconds(timing.seconds), f"{timing.times_torch:.1f}"]
+        table.add_row(row.method, f"{row.error:.2g}", *cells)
+    return table
+
+
+def closing_sentence(layers: list[Layer], device: str) -> str:
+    """What the figures mean, with the figures that were measured."""
+    hard = layers[0]
+    plain, offsets, exact = (hard.row(name) for name in (PLAIN, OFFSETS, EXACT))
+    saved = hard.rows[1].timings[-1].cache_bytes / exact.timings[-1].cache_bytes
+    step = exact.timings[-1]
+    return (
+        f"Error is the relative L2 distance of the outputs for {hard.queries} tokens from eager fp32 attention on the "
+        f"same inputs; 1 is as far off as answering zero. {hard.title}: plain 4-bit keys give {plain.error:.2g}, page "
+        f"offsets bring it to {offsets.error:.2g}, and exact first and recent tokens to {exact.error:.2g}, in a cache "
+        f"{saved:.1f} times smaller than 16 bits at {step.tokens:,} tokens. A step there takes "
+        f"{format_seconds(step.seconds)} on {device}, {step.times_torch:.1f}x as fast as torch's "
+        f"scaled_dot_product_attention over the 16-bit keys (fp16, enable_gqa, one sequence; the long context repeats "
+        f"the captured tokens, so its times are real and its text is not)."
+    )
+
+
+def device_name(device: str) -> str:
+    """The device and its threads, for people."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    threads = torch.get_num_threads()
+    return f"this CPU with {threads} thread{'s' * (threads > 1)}"
+
+
+def run(*, device: str = "cpu", plot: Path | None = None, json_path: Path | None = None) -> int:
+    """Print the tables and the closing sentence; 2 where the device or matplotlib is not there, else 0."""
+    console = Console()
+    if device == "cuda" and not torch.cuda.is_available():
+        console.print("flashq demo: --device cuda: expected a GPU that torch can use, found none", style="red")
+        return 2
+    if plot is not None:
+        try:
+            from flashq.cli.demo_plot import draw
+        except ModuleNotFoundError as error:
+            message = f"flashq demo: --plot needs {error.name}: pip install matplotlib"
+            console.print(message, style="red", markup=False, soft_wrap=True)
+            return 2
+    layers: list[Layer] = []
+    with torch.inference_mode(), Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(CAPTURES) * (len(CACHES) + 5))
+        for name in CAPTURES:
+            for step in measure(load_capture(name), device):
+                progress.advance(task)
+                if isinstance(step, Layer):
+                    layers.append(step)
+                else:
+                    progress.update(task, description=f"{CAPTURES[name]}: {step}")
+    for layer in layers:
+        console.print(make_table(layer))
+        console.print()
+    console.print(closing_sentence(layers, device_name(device)), markup=False, highlight=False)
+    if json_path is not None:
+        facts = {"flashq": flashq.__version__, "torch": torch.__version__, "device": device_name(device)}
+        json_path.write_text(json.dumps({**facts, "layers": [asdict(layer) for layer in layers]}, indent=1) + "\n")
+        print(f"figures: {json_path}", file=sys.stderr)
+    if plot is not None:
+        draw(layers, plot)
+        print(f"plot: {plot}", file=sys.stderr)
+    return 0

@@ -1,0 +1,41 @@
+"""Arguments of `python -m flashq`, and which module answers them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import flashq
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m flashq", description="flashq: attention for inference as PyTorch custom ops."
+    )
+    parser.add_argument("--version", action="version", version=flashq.__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="what is installed, what this machine has, and what is missing")
+    selftest = commands.add_parser("selftest", help="check every op against its eager definition, in seconds")
+    selftest.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
+    demo = commands.add_parser("demo", help="real keys and values through every kind of cache: error, bytes, time")
+    demo.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    demo.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the figures (needs matplotlib)")
+    demo.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit code: 0, 1 where a self-test failed, 2 where something needed is not there."""
+    options = build_parser().parse_args(arguments)
+    if options.command == "info":
+        from flashq.cli import info
+
+        return info.run()
+    if options.command == "selftest":
+        from flashq.cli import selftest
+
+        return selftest.run(json_path=options.json)
+    from flashq.cli import demo
+
+    return demo.run(device=options.device, plot=options.plot, json_path=options.json)
