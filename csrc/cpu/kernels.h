@@ -6,6 +6,8 @@
 namespace flashq {
 namespace cpu {
 
+inline constexpr int64_t kFewRows = 16;   // of a KV head, for the kernel of few rows
+
 // One level's functions. prefill, prefill_varlen and decode are one op here: a sequence's rows decide which kernel its
 // units go to.
 struct Kernels {
@@ -40,6 +42,11 @@ Status merge_states(const MergeParams&, const Launch&);
 // prefill.cpp: sequences of many rows. Scratch of a worker, and one unit.
 int64_t many_rows_worker_bytes(const Attention16Params&, int64_t block_rows);
 void run_many_rows(const Attention16Params&, const cpu::Plan&, const cpu::Unit&, std::byte* scratch);
+
+// decode.cpp: sequences of at most kFewRows rows a KV head. How many heads a unit takes, its scratch, and one unit.
+int64_t few_rows_heads(const Attention16Params&, int32_t workers);
+int64_t few_rows_worker_bytes(const Attention16Params&, int64_t heads);
+void run_few_rows(const Attention16Params&, const cpu::Plan&, const cpu::Unit&, std::byte* scratch);
 
 }  // namespace FLASHQ_ISA
 #endif
