@@ -17,13 +17,14 @@ struct UnitRows {
   int64_t head_rows;
 };
 
-template <class T> FLASHQ_SIMD void store_row(T* out, const float* o, float factor, int64_t dim) {
-  for (int64_t d = 0; d < dim; d += kLanes) narrow_n(out + d, mul(load(o + d), set1(factor)), dim - d);
+// out = o * weight / sum: a weight of 1 rounds once.
+template <class T> FLASHQ_SIMD void store_row(T* out, const float* o, float weight, float sum, int64_t dim) {
+  for (int64_t d = 0; d < dim; d += kLanes) narrow_n(out + d, div(mul(load(o + d), set1(weight)), set1(sum)), dim - d);
 }
-FLASHQ_SIMD void store_row(void* out, Dtype dtype, const float* o, float factor, int64_t dim) {
-  if (dtype == Dtype::kFloat32) store_row(static_cast<float*>(out), o, factor, dim);
-  if (dtype == Dtype::kFloat16) store_row(static_cast<Fp16*>(out), o, factor, dim);
-  if (dtype == Dtype::kBfloat16) store_row(static_cast<Bf16*>(out), o, factor, dim);
+FLASHQ_SIMD void store_row(void* out, Dtype dtype, const float* o, float weight, float sum, int64_t dim) {
+  if (dtype == Dtype::kFloat32) store_row(static_cast<float*>(out), o, weight, sum, dim);
+  if (dtype == Dtype::kFloat16) store_row(static_cast<Fp16*>(out), o, weight, sum, dim);
+  if (dtype == Dtype::kBfloat16) store_row(static_cast<Bf16*>(out), o, weight, sum, dim);
 }
 // A row of `from` as it is: no arithmetic that could flush a subnormal or lose the sign of -0.
 FLASHQ_SIMD void copy_row(void* out, Dtype out_dtype, const void* from, Dtype dtype, int64_t dim) {
@@ -66,7 +67,7 @@ template <class OnlyValue>
   *lse = static_cast<float>(state.max * 0.69314718055994530942 + log(static_cast<double>(state.sum)));
   const void* value = keys.size() == 1 && !has_sink && __builtin_isfinite(*lse) ? only_value(kv_head, keys.begin) : nullptr;
   if (value) copy_row(out, q.out_dtype, value, q.dtype, q.head_dim);
-  else store_row(out, q.out_dtype, o, state.sum == 0 ? __builtin_nanf("") : weight / state.sum, q.head_dim);
+  else store_row(out, q.out_dtype, o, weight, state.sum == 0 ? __builtin_nanf("") : state.sum, q.head_dim);
 }
 
 // Merges the partials of a row in split order and writes the result.

@@ -18,9 +18,11 @@ constexpr int kRows = 6;                        // register tile: 6 rows x kVecs
 constexpr int kVecs = kLanes == 16 ? 4 : 2;
 constexpr int kCols = kVecs * kLanes;
 constexpr int64_t kBlockRows = 192;             // rows of a unit at most
+constexpr int64_t kChain = 64;                  // words of a score added up in one go
 static_assert(kTileK % kCols == 0 && kBlockRows % kRows == 0);
 
-// c[kRows][kColVecs vectors] (+)= a[kRows][words] * b[words][...]
+// c[kRows][kColVecs vectors] (+)= a[kRows][words] * b[words][...]. The sum over `words` starts from 0 and is added to c
+// last: short chains of additions round less.
 template <class Words, bool kAccumulate, int kColVecs>
 [[gnu::noinline]] void multiply(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t words, float* c,
                                 int64_t ldc) {
@@ -28,7 +30,7 @@ template <class Words, bool kAccumulate, int kColVecs>
 #pragma GCC unroll 6
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
-    for (int j = 0; j < kColVecs; ++j) acc[i][j] = kAccumulate ? load(c + i * ldc + j * kLanes) : zero();
+    for (int j = 0; j < kColVecs; ++j) acc[i][j] = zero();
 #pragma GCC unroll 2
   for (int64_t w = 0; w < words; ++w) {
     VecF bv[kColVecs];
@@ -44,7 +46,10 @@ template <class Words, bool kAccumulate, int kColVecs>
 #pragma GCC unroll 6
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
-    for (int j = 0; j < kColVecs; ++j) store(c + i * ldc + j * kLanes, acc[i][j]);
+    for (int j = 0; j < kColVecs; ++j) {
+      float* to = c + i * ldc + j * kLanes;
+      store(to, kAccumulate ? add(load(to), acc[i][j]) : acc[i][j]);
+    }
 }
 
 // The same for any number of columns, a multiple of kLanes.
@@ -157,7 +162,11 @@ template <class Words> class PackedBlock {
 
  private:
   template <int kExp2Degree, class Source> FLASHQ_SIMD void stripe(int64_t r, const ScoreRule& rule, Source& source) {
-    multiply_columns<Words, false>(q_ + r * padded_words_, padded_words_, k_, kTileK, words_, s_, kTileK, kTileK);
+    const float* q = q_ + r * padded_words_;
+    multiply_columns<Words, false>(q, padded_words_, k_, kTileK, min_of(words_, kChain), s_, kTileK, kTileK);
+    for (int64_t w = kChain; w < words_; w += kChain)
+      multiply_columns<Words, true>(q + w, padded_words_, k_ + w * kTileK, kTileK, min_of(words_ - w, kChain), s_, kTileK,
+                                    kTileK);
     for (int i = 0; i < kRows; ++i) {
       VecF x[kN];
       if (bits_[r + i] == 0) {   // also of padding rows
