@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -18,19 +19,19 @@ from torch import Tensor
 
 import flashq
 from flashq.cli.capture import CAPTURES, Capture, load_capture
-from flashq.cli.demo_caches import Cache16, Tbq4Cache
+from flashq.cli.demo_caches import EXACT_FIRST, EXACT_LAST, Cache16, Tbq4Cache
 from flashq.cli.timing import format_bytes, format_seconds, medians, take_turns
 
 LONG = 16384  # tokens of the second timing: the captured ones, repeated
 
 CACHES: dict[str, Callable[..., Cache16 | Tbq4Cache]] = {
-    "decode, 16-bit cache": Cache16,
-    "TBQ4 cache": partial(Tbq4Cache, offsets=False, exact=False),
-    "TBQ4 + page offsets": partial(Tbq4Cache, offsets=True, exact=False),
-    "TBQ4 + page offsets, 4 first and 64 recent exact": partial(Tbq4Cache, offsets=True, exact=True),
+    "decode, 16-bit": Cache16,
+    "decode, TBQ4": partial(Tbq4Cache, offsets=False, exact=False),
+    "+ page offsets": partial(Tbq4Cache, offsets=True, exact=False),
+    "+ exact tokens": partial(Tbq4Cache, offsets=True, exact=True),
 }
-PREFILL = "prefill, all queries at once"
-PLAIN, OFFSETS, EXACT = list(CACHES)[1:]
+PREFILL = "prefill, 16-bit"
+FULL, PLAIN, OFFSETS, EXACT = CACHES
 
 
 @dataclass
@@ -38,7 +39,8 @@ class Timing:
     """One decode step (of prefill: one call) at a number of tokens in the cache."""
 
     tokens: int
-    cache_bytes: int | None
+    cache_bytes: int
+    """Of the cache; for prefill of k and v."""
     seconds: float
     times_torch: float
 
@@ -121,7 +123,7 @@ def measure(capture: Capture, device: str = "cpu", *, long: int = LONG, seconds:
     prefill = partial(flashq.prefill, capture.q[None], capture.k[None], capture.v[None], causal=True)
     peer = sdpa_step(capture.k, capture.v, capture.q)
     taken = medians(take_turns({"torch": peer, "flashq": prefill}, seconds=seconds / 2, device=device))
-    timing = Timing(tokens, None, taken["flashq"], taken["torch"] / taken["flashq"])
+    timing = Timing(tokens, capture.k.nbytes + capture.v.nbytes, taken["flashq"], taken["torch"] / taken["flashq"])
     rows = [Row(PREFILL, relative_error(prefill()[0][0], eager), [timing])]
 
     caches = {}
@@ -145,44 +147,54 @@ def measure(capture: Capture, device: str = "cpu", *, long: int = LONG, seconds:
 
 
 def make_table(layer: Layer) -> Table:
-    """The layer's figures as a table for people."""
-    short, long = (timing.tokens for timing in layer.row(PLAIN).timings)
+    """The layer's figures as a table for people, narrow enough for 80 columns."""
+    short, long = (timing.tokens for timing in layer.row(FULL).timings)
+    heads = f"{layer.q_heads} query heads, {layer.kv_heads} KV heads, head dim {layer.head_dim}"
     table = Table(
-        title=f"{layer.title}: {layer.q_heads} query heads, {layer.kv_heads} KV heads, head dim {layer.head_dim}",
+        title=f"{layer.title}: {heads}",
         title_justify="left",
+        box=box.SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
     )
-    table.add_column("")
-    table.add_column("error", justify="right")
-    for tokens in (short, long):
-        table.add_column(f"cache,\n{tokens:,} tokens", justify="right")
-        table.add_column("time", justify="right")
-        table.add_column("x torch", justify="right")
-    full = layer.rows[1].timings
+    for column in (
+        "",
+        "error",
+        f"time at\n{short}",
+        "x\ntorch",
+        f"cache at\n{long}",
+        "",
+        f"time at\n{long}",
+        "x\ntorch",
+    ):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    full_bytes = layer.row(FULL).timings[-1].cache_bytes
     for row in layer.rows:
-        cells = []
+        cells = [row.method, "<0.001" if row.error < 1e-3 else f"{row.error:.2g}"]
         for index, timing in enumerate(row.timings):
-            size = "" if timing.cache_bytes is None else format_bytes(timing.cache_bytes)
-            if timing.cache_bytes is not None and row is not layer.rows[1]:
-                size += f" {timing.cache_bytes / full[index].cache_bytes:.0%}"
-            cells += [size, format_seconds(timing.seconds), f"{timing.times_torch:.1f}"]
-        table.add_row(row.method, f"{row.error:.2g}", *cells)
+            if index:
+                cells += [format_bytes(timing.cache_bytes), f"{timing.cache_bytes / full_bytes:.0%}"]
+            cells += [format_seconds(timing.seconds), f"{timing.times_torch:.1f}"]
+        table.add_row(*cells)
     return table
 
 
-def closing_sentence(layers: list[Layer], device: str) -> str:
+def closing_words(layers: list[Layer], device: str) -> str:
     """What the figures mean, with the figures that were measured."""
     hard = layers[0]
     plain, offsets, exact = (hard.row(name) for name in (PLAIN, OFFSETS, EXACT))
-    saved = hard.rows[1].timings[-1].cache_bytes / exact.timings[-1].cache_bytes
     step = exact.timings[-1]
+    saved = hard.row(FULL).timings[-1].cache_bytes / step.cache_bytes
     return (
-        f"Error is the relative L2 distance of the outputs for {hard.queries} tokens from eager fp32 attention on the "
-        f"same inputs; 1 is as far off as answering zero. {hard.title}: plain 4-bit keys give {plain.error:.2g}, page "
-        f"offsets bring it to {offsets.error:.2g}, and exact first and recent tokens to {exact.error:.2g}, in a cache "
-        f"{saved:.1f} times smaller than 16 bits at {step.tokens:,} tokens. A step there takes "
-        f"{format_seconds(step.seconds)} on {device}, {step.times_torch:.1f}x as fast as torch's "
-        f"scaled_dot_product_attention over the 16-bit keys (fp16, enable_gqa, one sequence; the long context repeats "
-        f"the captured tokens, so its times are real and its text is not)."
+        f"error: relative L2 distance of {hard.queries} tokens' outputs to eager fp32 attention on the same inputs; 1 "
+        f"is as far off as answering zero. time: of one decode step of one sequence on {device} (prefill: "
+        f"{hard.queries} queries at once). x torch: how many times as fast as scaled_dot_product_attention over the "
+        f"16-bit keys with enable_gqa. The context of {step.tokens} repeats the captured tokens. exact tokens: "
+        f"offsets, and the {EXACT_FIRST} first and {EXACT_LAST} most recent tokens in 16 bits as well.\n\n"
+        f"So what: in {hard.title}, plain 4-bit keys are off by {plain.error:.2g}, which destroys the model; page "
+        f"offsets bring that to {offsets.error:.2g} and exact tokens to {exact.error:.2g}, in a cache {saved:.1f} "
+        f"times smaller than 16 bits, and a step over {step.tokens} tokens takes {format_seconds(step.seconds)}, "
+        f"{step.times_torch:.1f}x as fast as torch."
     )
 
 
@@ -195,7 +207,7 @@ def device_name(device: str) -> str:
 
 
 def run(*, device: str = "cpu", plot: Path | None = None, json_path: Path | None = None) -> int:
-    """Print the tables and the closing sentence; 2 where the device or matplotlib is not there, else 0."""
+    """Print the tables and the closing words; 2 where the device or matplotlib is not there, else 0."""
     console = Console()
     if device == "cuda" and not torch.cuda.is_available():
         console.print("flashq demo: --device cuda: expected a GPU that torch can use, found none", style="red")
@@ -220,7 +232,7 @@ def run(*, device: str = "cpu", plot: Path | None = None, json_path: Path | None
     for layer in layers:
         console.print(make_table(layer))
         console.print()
-    console.print(closing_sentence(layers, device_name(device)), markup=False, highlight=False)
+    console.print(closing_words(layers, device_name(device)), markup=False, highlight=False)
     if json_path is not None:
         facts = {"flashq": flashq.__version__, "torch": torch.__version__, "device": device_name(device)}
         json_path.write_text(json.dumps({**facts, "layers": [asdict(layer) for layer in layers]}, indent=1) + "\n")

@@ -19,7 +19,6 @@ COLOURS = ("#4878a8", "#e1812c")
 def draw(layers: list[Layer], path: Path) -> None:
     """Write three bar charts with a group for every cache and a bar for every layer."""
     methods = [row.method for row in layers[0].rows[1:]]
-    labels = [method.replace(", ", ",\n").replace(" + ", "\n+ ") for method in methods]
     long = layers[0].rows[1].timings[-1].tokens
     panels = {
         "relative error to eager fp32": lambda layer, row: row.error,
@@ -35,9 +34,9 @@ def draw(layers: list[Layer], path: Path) -> None:
             places = [place + (index - (len(layers) - 1) / 2) * width for place in range(len(methods))]
             values = [value(layer, layer.row(method)) for method in methods]
             bars = axis.bar(places, values, width, label=layer.title, color=COLOURS[index % len(COLOURS)])
-            axis.bar_label(bars, fmt="%.2g", fontsize=8)
+            axis.bar_label(bars, fmt="%.3g", fontsize=8)
         axis.set_title(title, fontsize=10)
-        axis.set_xticks(range(len(methods)), labels, fontsize=7)
+        axis.set_xticks(range(len(methods)), methods, fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_yscale("log")
     axes[2].axhline(1, color="grey", linewidth=0.8, linestyle=":")
