@@ -109,6 +109,8 @@ const flashq::Backend& flashq::cpu_backend() {
     b.attention_16_scratch_bytes = cpu::scratch_bytes<&Kernels::attention_16_scratch_bytes, Attention16Params>;
     b.prefill = cpu::run<&Kernels::attention_16, Attention16Params>;
     b.decode = cpu::run<&Kernels::attention_16, Attention16Params>;
+    b.attention_tbq4_scratch_bytes = cpu::scratch_bytes<&Kernels::tbq4_attention_scratch_bytes, AttentionTbq4Params>;
+    b.tbq4_attention = cpu::run<&Kernels::tbq4_attention, AttentionTbq4Params>;
     b.kv_append = cpu::run<&Kernels::kv_append, KvAppendParams>;
     b.tbq4_append = cpu::run<&Kernels::tbq4_append, Tbq4AppendParams>;
     b.tbq4_quantize = cpu::run<&Kernels::tbq4_quantize, Tbq4QuantizeParams>;

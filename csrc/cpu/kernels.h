@@ -13,6 +13,8 @@ inline constexpr int64_t kFewRows = 16;   // of a KV head, for the kernel of few
 struct Kernels {
   int64_t (*attention_16_scratch_bytes)(const Attention16Params&, int32_t workers);
   Status (*attention_16)(const Attention16Params&, const Launch&);
+  int64_t (*tbq4_attention_scratch_bytes)(const AttentionTbq4Params&, int32_t workers);
+  Status (*tbq4_attention)(const AttentionTbq4Params&, const Launch&);
   Status (*kv_append)(const KvAppendParams&, const Launch&);
   Status (*tbq4_append)(const Tbq4AppendParams&, const Launch&);
   Status (*tbq4_quantize)(const Tbq4QuantizeParams&, const Launch&);
@@ -32,6 +34,8 @@ namespace FLASHQ_ISA {
 
 int64_t attention_16_scratch_bytes(const Attention16Params&, int32_t workers);
 Status attention_16(const Attention16Params&, const Launch&);
+int64_t tbq4_attention_scratch_bytes(const AttentionTbq4Params&, int32_t workers);
+Status tbq4_attention(const AttentionTbq4Params&, const Launch&);
 Status kv_append(const KvAppendParams&, const Launch&);
 Status tbq4_append(const Tbq4AppendParams&, const Launch&);
 Status tbq4_quantize(const Tbq4QuantizeParams&, const Launch&);

@@ -6,6 +6,8 @@ namespace flashq::FLASHQ_ISA {
 const cpu::Kernels kernels{
     .attention_16_scratch_bytes = attention_16_scratch_bytes,
     .attention_16 = attention_16,
+    .tbq4_attention_scratch_bytes = tbq4_attention_scratch_bytes,
+    .tbq4_attention = tbq4_attention,
     .kv_append = kv_append,
     .tbq4_append = tbq4_append,
     .tbq4_quantize = tbq4_quantize,
