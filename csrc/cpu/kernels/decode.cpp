@@ -5,8 +5,8 @@
 //   scores      (heads, rows, 64)   row dots: a group of 4 (2, 1) rows with as many keys as end in one vector
 //   softmax_row (heads, rows, 64)   P, with each row's own mask
 //   accumulate  (heads, rows, D)    P V, the same groups, whole value rows
-// Rows a little ahead are prefetched into L2, one for each row of work. Of the read probe's rate on 2 Zen 3 cores (AVX2,
-// bf16, 8 KV heads, D 128): head by head 53 %, in address order 70 %, at a group of 4; 77 % at 1 and 2.
+// Rows a little ahead are prefetched into L2, one for each row of work. On 2 Zen 3 cores (AVX2, bf16, 8 KV heads, D
+// 128) a group of 4 reads at 70 % of the read probe's rate, head by head at 53 %; groups of 1 and 2 at 77 %.
 #include "cpu/attention/key_rows.h"
 #include "cpu/kernels.h"
 
@@ -15,19 +15,18 @@ namespace {
 
 using cpu::kFewRows;
 
-constexpr int kBlock = kLanes;   // keys of a head before the next head: what one row needs to fill a vector of dots
-constexpr int kAhead = 16;       // keys between prefetch and use: 8 to 32 measure alike, 4 and 64 are 15 % slower
+constexpr int kAhead = 16;  // keys between prefetch and use: 8 to 32 measure alike, 4 and 64 are 15 % slower
 
 // Rows of the unit's first KV head; the other heads lie at multiples of the head stride. Entries past the last key
 // repeat it: keys that nobody sees are neither read nor looked up.
 template <class T> struct Tile {
-  const T *k[2 * kTileK], *v[2 * kTileK];   // of this tile and of the next
+  const T *k[2 * kTileK], *v[2 * kTileK];  // of this tile and of the next
 };
 
 // Prefetches one (key, head) row a step, in the order of the work.
 struct Ahead {
   const void* const* rows;
-  int64_t head_bytes;   // from head to head
+  int64_t head_bytes;  // from head to head
   int row_bytes, heads, keys;
   int key = kAhead, head = 0;
 
@@ -42,15 +41,15 @@ struct Ahead {
 
 // s (R, 64) = q (R, words) times the keys' rows.
 template <class T, int R>
-[[gnu::noinline]] void scores(const T* const* k, int64_t head, int keys, const float* q, int64_t q_stride, int64_t words,
-                              float* s, Ahead* ahead) {
+[[gnu::noinline]] void scores(const T* const* k, int64_t head, int keys, const float* q, int64_t q_stride,
+                              int64_t words, float* s, Ahead* ahead) {
   using Words = typename Traits<T>::Words;
   constexpr int K = kLanes / R;
   const int64_t whole = words / kLanes * kLanes;
   for (int key = 0; key < keys; key += K) {
     if (ahead)
       for (int t = 0; t < K; ++t) ahead->step();
-    VecF dot[kLanes];   // (R, K)
+    VecF dot[kLanes];  // (R, K)
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) dot[i] = zero();
     const auto multiply = [&](int64_t word, int64_t count) __attribute__((always_inline)) {
@@ -61,7 +60,7 @@ template <class T, int R>
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
         row[r] = load(q + r * q_stride + word);
-        if (K > 1) asm("" : "+x"(row[r]));   // one load for K multiplications, not one each
+        if (K > 1) asm("" : "+x"(row[r]));  // one load for K multiplications, not one each
       }
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r)
@@ -122,6 +121,7 @@ template <class F> FLASHQ_SIMD void for_row_groups(int rows, const F& f) {
 
 template <class T> struct FewRows {
   using Words = typename Traits<T>::Words;
+  static constexpr int kBlock = kLanes * Words::kPerWord;  // keys of a head before the next head: what one row needs
 
   const Attention16Params& p;
   const Plan& plan;
@@ -134,9 +134,16 @@ template <class T> struct FewRows {
   RowState* state;                   // (heads, head_rows)
 
   FewRows(const Attention16Params& params, const Plan& pl, const Unit& unit, std::byte* scratch)
-      : p(params), plan(pl), u(unit), places(params.kv, *unit.sequence), dim(params.query.head_dim),
-        words(dim / Words::kPerWord), width(pl.width), rows(static_cast<int>(unit.rows)),
-        heads(static_cast<int>(unit.heads)), head_rows(rows + (rows % 4 == 3)) {
+      : p(params),
+        plan(pl),
+        u(unit),
+        places(params.kv, *unit.sequence),
+        dim(params.query.head_dim),
+        words(dim / Words::kPerWord),
+        width(pl.width),
+        rows(static_cast<int>(unit.rows)),
+        heads(static_cast<int>(unit.heads)),
+        head_rows(rows + (rows % 4 == 3)) {
     const int64_t size = int64_t{heads} * head_rows;
     q = reinterpret_cast<float*>(scratch);
     acc = q + size * width;
@@ -149,14 +156,14 @@ template <class T> struct FewRows {
     const QueryView& query = p.query;
     const Sequence& sequence = *u.sequence;
     const int64_t size = int64_t{heads} * head_rows;
-    std::memset(q, 0, static_cast<size_t>(2 * size * (width + kTileK)) * sizeof(float));   // and acc, s, weights
+    std::memset(q, 0, static_cast<size_t>(2 * size * (width + kTileK)) * sizeof(float));  // and acc, s, weights
     for (int64_t i = 0; i < size; ++i) state[i] = empty_row();
     for (int h = 0; h < heads; ++h)
       for (int r = 0; r < rows; ++r) {
         const int64_t row = u.row + r, token = sequence.q_begin + row / plan.group;
         const int64_t q_head = (u.head + h) * plan.group + row % plan.group;
-        const T* from = static_cast<const T*>(query.q) + sequence.batch * query.q_stride[0] + token * query.q_stride[1] +
-                        q_head * query.q_stride[2];
+        const T* from = static_cast<const T*>(query.q) + sequence.batch * query.q_stride[0] +
+                        token * query.q_stride[1] + q_head * query.q_stride[2];
         float* to = q + (h * head_rows + r) * width;
         for (int64_t w = 0; w < words; w += kLanes) store_words(to + w, Words::load_row_n(from, w, words - w));
       }
@@ -210,15 +217,17 @@ template <class T> struct FewRows {
         for (int r = 0; r < rows; ++r) {
           const int64_t at = int64_t{h} * head_rows + r;
           VecF e[kN];
-          softmax_row<Traits<T>::kExp2Degree>(s + at * kTileK, nullptr, bits[r], rule, state[at], acc + at * width, width, e);
+          softmax_row<Traits<T>::kExp2Degree>(s + at * kTileK, nullptr, bits[r], rule, state[at], acc + at * width,
+                                              width, e);
           Words::store_p(weights + at * kTileK, e);
         }
       for (int k0 = 0; k0 < keys; k0 += kBlock)
         for (int h = 0; h < heads; ++h) {
           const int64_t base = int64_t{h} * head_rows;
           for_row_groups(rows, [&]<int R>(int r) {
-            accumulate<T, R>(tile.v + k0, h * p.kv.v_stride[2], kBlock, weights + (base + r) * kTileK + k0 / Words::kPerWord,
-                             acc + (base + r) * width, width, dim, r == 0 ? &ahead_v : nullptr);
+            accumulate<T, R>(tile.v + k0, h * p.kv.v_stride[2], kBlock,
+                             weights + (base + r) * kTileK + k0 / Words::kPerWord, acc + (base + r) * width, width, dim,
+                             r == 0 ? &ahead_v : nullptr);
           });
         }
     }
@@ -238,14 +247,14 @@ template <class T> struct FewRows {
 int64_t few_rows_heads(const Attention16Params& p, int32_t workers) {
   const QueryView& q = p.query;
   const KvView& kv = p.kv;
-  if (q.q_heads == 0 || kv.k_stride[2] > kv.k_stride[1] || kv.v_stride[2] > kv.v_stride[1]) return 1;   // head-major
+  if (q.q_heads == 0 || kv.k_stride[2] > kv.k_stride[1] || kv.v_stride[2] > kv.v_stride[1]) return 1;  // head-major
   // Queries and accumulators stay in L2: 256 KiB.
   const int64_t group = q.q_heads / q.kv_heads, rows = min_of(group * max_of<int64_t>(q.q_len, 1), kFewRows);
   const int64_t most = min_of(max_of<int64_t>(32768 / (rows * q.head_dim), 1), q.kv_heads);
   // Short sequences have too few splits for the workers; then their heads are dealt out.
   int64_t splits = 0;
   for (int64_t b = 0; b < q.batch; ++b) {
-    const int64_t keys = p.seqlens.given()          ? p.seqlens(b)
+    const int64_t keys = p.seqlens.given()         ? p.seqlens(b)
                          : kv.cu_seqlens_k.given() ? kv.cu_seqlens_k(b + 1) - kv.cu_seqlens_k(b)
                                                    : kv.page_size;
     splits += ceil_div(max_of<int64_t>(keys, 1), 1024);
