@@ -178,9 +178,27 @@ def _refuse_gradients(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return check_and_redispatch
 
 
+def _on_one_device(op: torch._ops.OpOverload, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """A fake rule that first refuses tensors of several devices; the op itself never sees a meta tensor."""
+    names = [argument.name for argument in op._schema.arguments]
+
+    def check_and_infer(*args: Any, **kwargs: Any) -> Any:
+        leader = args[0]
+        for name, arg in zip(names, args, strict=False):
+            if isinstance(arg, Tensor) and arg.device != leader.device:
+                raise RuntimeError(
+                    f"flashq::{op._opname}: {name}: expected a tensor on {leader.device}, where {names[0]} is, "
+                    f"got {arg.device}"
+                )
+        return fake(*args, **kwargs)
+
+    return check_and_infer
+
+
 # Registrations live as long as their Library object.
 _LIBRARY = torch.library.Library("flashq", "IMPL")
 
 for _name in OPS:
-    torch.library.register_fake(f"flashq::{_name}", _FAKES[_name], lib=_LIBRARY)
-    _LIBRARY.impl(_name, _refuse_gradients(getattr(torch.ops.flashq, _name).default), "Autograd", with_keyset=True)
+    _op = getattr(torch.ops.flashq, _name).default
+    torch.library.register_fake(f"flashq::{_name}", _on_one_device(_op, _FAKES[_name]), lib=_LIBRARY)
+    _LIBRARY.impl(_name, _refuse_gradients(_op), "Autograd", with_keyset=True)
