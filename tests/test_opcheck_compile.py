@@ -128,8 +128,7 @@ def assert_same_run(function: Any, arguments: tuple[Any, ...], eager_arguments: 
         assert a.any()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compile_without_breaks_and_without_recompiling(backend: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(Server(), fullgraph=True, dynamic=True, backend=backend)
@@ -140,7 +139,6 @@ def test_compile_without_breaks_and_without_recompiling(backend: str) -> None:
                 assert_same_run(compiled, step(tokens, length, seed=length), step(tokens, length, seed=length))
 
 
-@pytest.mark.slow
 def test_export() -> None:
     tokens = torch.export.Dim("tokens", min=2, max=64)
     shapes = {name: {1: tokens} for name in ("q", "k", "v")}
