@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from flashq.cli.timing import Call, take_turns
+from flashq.cli.timing import Call, take_turns, times_as_fast
 
 
 @dataclass
@@ -97,9 +97,6 @@ def measure(case: Case, seconds: float, device: str = "cpu") -> Result:
         unit=case.unit,
         rate=setup.work / statistics.median(taken[own]) / 1e9,
         ceiling=statistics.median(ceilings) / 1e9 if ceilings else None,
-        ratios={
-            other: statistics.median(theirs / ours for theirs, ours in zip(taken[other], taken[own], strict=True))
-            for other in others
-        },
+        ratios={other: times_as_fast(taken, own, other) for other in others},
         seconds={name: spread_of(values) for name, values in taken.items()},
     )

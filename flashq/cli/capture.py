@@ -17,16 +17,16 @@ PATH = Path(__file__).parent.parent / "data" / "real_qkv.npz"
 
 
 class Capture(NamedTuple):
-    """One attention layer's inputs on 340 tokens of English, fp16, after RoPE."""
+    """One attention layer's inputs on 352 tokens of English, fp16, after RoPE."""
 
     name: str
     title: str
     q: Tensor
     """(32, Hq, D): the queries of the last 32 tokens."""
     k: Tensor
-    """(340, Hkv, D)."""
+    """(352, Hkv, D)."""
     v: Tensor
-    """(340, Hkv, D)."""
+    """(352, Hkv, D)."""
 
 
 def load_capture(name: str) -> Capture:

@@ -20,7 +20,7 @@ from torch import Tensor
 import flashq
 from flashq.cli.capture import CAPTURES, Capture, load_capture
 from flashq.cli.demo_caches import EXACT_FIRST, EXACT_LAST, Cache16, Tbq4Cache
-from flashq.cli.timing import format_bytes, format_seconds, medians, take_turns
+from flashq.cli.timing import format_bytes, format_seconds, medians, take_turns, times_as_fast
 
 LONG = 16384  # tokens of the second timing: the captured ones, repeated
 
@@ -103,9 +103,9 @@ def time_steps(
     """Time one decode step, query q (1, Hq, D), from each filled cache, in turns with torch over k, v (T, Hkv, D)."""
     torch_name = "torch"
     calls = {name: partial(cache.attend, q) for name, cache in caches.items()}
-    taken = medians(take_turns({torch_name: sdpa_step(k, v, q), **calls}, seconds=seconds, device=device))
+    taken = take_turns({torch_name: sdpa_step(k, v, q), **calls}, seconds=seconds, device=device)
     return {
-        name: Timing(len(k), cache.bytes(), taken[name], taken[torch_name] / taken[name])
+        name: Timing(len(k), cache.bytes(), medians(taken)[name], times_as_fast(taken, name, torch_name))
         for name, cache in caches.items()
     }
 
@@ -122,8 +122,9 @@ def measure(capture: Capture, device: str = "cpu", *, long: int = LONG, seconds:
     yield "prefill"
     prefill = partial(flashq.prefill, capture.q[None], capture.k[None], capture.v[None], causal=True)
     peer = sdpa_step(capture.k, capture.v, capture.q)
-    taken = medians(take_turns({"torch": peer, "flashq": prefill}, seconds=seconds / 2, device=device))
-    timing = Timing(tokens, capture.k.nbytes + capture.v.nbytes, taken["flashq"], taken["torch"] / taken["flashq"])
+    taken = take_turns({"torch": peer, "flashq": prefill}, seconds=seconds / 2, device=device)
+    kv_bytes = capture.k.nbytes + capture.v.nbytes
+    timing = Timing(tokens, kv_bytes, medians(taken)["flashq"], times_as_fast(taken, "flashq", "torch"))
     rows = [Row(PREFILL, relative_error(prefill()[0][0], eager), [timing])]
 
     caches = {}
@@ -206,8 +207,23 @@ def device_name(device: str) -> str:
     return f"this CPU with {threads} thread{'s' * (threads > 1)}"
 
 
+def measure_all(device: str) -> list[Layer]:
+    """Measure every capture, with a progress bar on the terminal."""
+    layers: list[Layer] = []
+    with torch.inference_mode(), Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(CAPTURES) * (len(CACHES) + 5))
+        for name in CAPTURES:
+            for step in measure(load_capture(name), device):
+                progress.advance(task)
+                if isinstance(step, Layer):
+                    layers.append(step)
+                else:
+                    progress.update(task, description=f"{CAPTURES[name]}: {step}")
+    return layers
+
+
 def run(*, device: str = "cpu", plot: Path | None = None, json_path: Path | None = None) -> int:
-    """Print the tables and the closing words; 2 where the device or matplotlib is not there, else 0."""
+    """Print the tables and the closing words; 2 where the device, its ops or matplotlib are not there, else 0."""
     console = Console()
     if device == "cuda" and not torch.cuda.is_available():
         console.print("flashq demo: --device cuda: expected a GPU that torch can use, found none", style="red")
@@ -219,16 +235,13 @@ def run(*, device: str = "cpu", plot: Path | None = None, json_path: Path | None
             message = f"flashq demo: --plot needs {error.name}: pip install matplotlib"
             console.print(message, style="red", markup=False, soft_wrap=True)
             return 2
-    layers: list[Layer] = []
-    with torch.inference_mode(), Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=len(CAPTURES) * (len(CACHES) + 5))
-        for name in CAPTURES:
-            for step in measure(load_capture(name), device):
-                progress.advance(task)
-                if isinstance(step, Layer):
-                    layers.append(step)
-                else:
-                    progress.update(task, description=f"{CAPTURES[name]}: {step}")
+    try:
+        layers = measure_all(device)
+    except RuntimeError as error:
+        if device == "cuda" and str(error).startswith("flashq::"):  # an op that CUDA does not have
+            console.print(f"flashq demo: {error}", style="red", markup=False, soft_wrap=True)
+            return 2
+        raise
     for layer in layers:
         console.print(make_table(layer))
         console.print()

@@ -58,6 +58,11 @@ def medians(taken: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in taken.items()}
 
 
+def times_as_fast(taken: Mapping[str, list[float]], own: str, other: str) -> float:
+    """How many times as fast `own` is as `other`: the median over the rounds, whose two calls shared a moment."""
+    return statistics.median(theirs / ours for theirs, ours in zip(taken[other], taken[own], strict=True))
+
+
 def format_seconds(value: float) -> str:
     """1.234e-5 -> "12.3 µs"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):

@@ -17,7 +17,7 @@ def test_shapes_are_those_of_the_readme(name: str) -> None:
     cells = re.search(rf"^\| `{name}` \| (.+) \|$", README, re.M)[1].split(" | ")
     heads, head_dim = cells[2].split(" / "), int(cells[3])
     assert capture.q.shape == (32, int(heads[0]), head_dim)
-    assert capture.k.shape == capture.v.shape == (340, int(heads[1]), head_dim)
+    assert capture.k.shape == capture.v.shape == (352, int(heads[1]), head_dim)
     assert {x.dtype for x in (capture.q, capture.k, capture.v)} == {torch.float16}
     assert all(x.isfinite().all() for x in (capture.q, capture.k, capture.v))
 

@@ -2,7 +2,7 @@
 
 import time
 
-from flashq.cli.timing import format_bytes, format_seconds, medians, take_turns
+from flashq.cli.timing import format_bytes, format_seconds, medians, take_turns, times_as_fast
 
 
 def test_contenders_take_turns_after_an_untimed_call() -> None:
@@ -35,6 +35,8 @@ def test_time_limit_ends_it() -> None:
 
 def test_medians() -> None:
     assert medians({"a": [3.0, 1.0, 2.0]}) == {"a": 2.0}
+    # Round by round b takes twice as long, but for the second round.
+    assert times_as_fast({"a": [1.0, 2.0, 2.0], "b": [2.0, 2.0, 4.0]}, "a", "b") == 2.0
 
 
 def test_texts() -> None:
