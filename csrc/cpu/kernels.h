@@ -6,7 +6,7 @@
 namespace flashq {
 namespace cpu {
 
-inline constexpr int64_t kFewRows = 16;   // of a KV head, for the kernel of few rows
+inline constexpr int64_t kFewRows = 24;  // of a KV head, for the kernel of few rows: 1.4 times faster there, level at 32
 
 // One level's functions. prefill, prefill_varlen and decode are one op here: a sequence's rows decide which kernel its
 // units go to.
