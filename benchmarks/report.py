@@ -101,8 +101,9 @@ def draw(path: Path, title: str, results: list[Result]) -> None:
     shares = axes[0].barh(places, [100 * row.share for row in rows], color="#4878a8")
     axes[0].bar_label(shares, fmt="%.0f", fontsize=7)
     axes[0].set_xlabel("% of the ceiling measured in the same run", fontsize=8)
-    speeds = axes[1].barh(places, [row.ratios.get("torch SDPA", 0) for row in rows], color="#e1812c")
+    speeds = axes[1].barh(places, [row.ratios.get("torch SDPA", 1) for row in rows], color="#e1812c")
     axes[1].bar_label(speeds, fmt="%.1f", fontsize=7)
+    axes[1].set_xscale("log")
     axes[1].axvline(1, color="grey", linewidth=0.8, linestyle=":")
     axes[1].set_xlabel("x torch SDPA", fontsize=8)
     axes[0].set_yticks(places, [row.name for row in rows], fontsize=7)
@@ -110,7 +111,7 @@ def draw(path: Path, title: str, results: list[Result]) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=9)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
 
 
