@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
 
 import flashq
-from flashq import _C
+from flashq.cli.machine import cpu_level, cpu_levels
 
 REQUIRE_CUDA = os.environ.get("FLASHQ_REQUIRE_CUDA") == "1"
 
@@ -42,12 +43,11 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture
 def set_isa() -> Iterator[Callable[[str], None]]:
     """Chooses the instruction set of the CPU kernels, for one test."""
-    before = _C.cpu_isa()
-    yield _C.set_cpu_isa
-    _C.set_cpu_isa(before)
+    with ExitStack() as levels:
+        yield lambda name: levels.enter_context(cpu_level(name))
 
 
-@pytest.fixture(params=_C.cpu_isa_levels().split(", "))
+@pytest.fixture(params=cpu_levels().available)
 def isa(request: pytest.FixtureRequest, set_isa: Callable[[str], None]) -> str:
     """Runs the test once for every instruction set that this machine has a kernel for."""
     set_isa(request.param)

@@ -26,9 +26,9 @@ from cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashq import _C
+from flashq.cli.machine import cpu_levels
 
-ISAS = _C.cpu_isa_levels().split(", ")
+ISAS = cpu_levels().available
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 CASES = pairwise(

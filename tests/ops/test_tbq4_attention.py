@@ -29,9 +29,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashq
-from flashq import _C, reference
+from flashq import reference
+from flashq.cli.machine import cpu_levels
 
-ISAS = _C.cpu_isa_levels().split(", ")
+ISAS = cpu_levels().available
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 

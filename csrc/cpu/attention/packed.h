@@ -18,7 +18,7 @@ constexpr int kRows = 6;                        // register tile: 6 rows x kVecs
 constexpr int kVecs = kLanes == 16 ? 4 : 2;
 constexpr int kCols = kVecs * kLanes;
 constexpr int64_t kBlockRows = 192;             // rows of a unit at most
-constexpr int64_t kChain = 64;                  // words of a score added up in one go
+constexpr int64_t kChain = kLanes == 4 ? 16 : 32;   // words of a score added up in one go; without FMA each rounds twice
 static_assert(kTileK % kCols == 0 && kBlockRows % kRows == 0);
 
 // c[kRows][kColVecs vectors] (+)= a[kRows][words] * b[words][...]. The sum over `words` starts from 0 and is added to c
