@@ -9,23 +9,9 @@ import pytest
 import torch
 
 import flashq
-from flashq import _C, reference
+from flashq import reference
 
-
-@pytest.fixture(params=_C.cpu_isa_levels().split(", "), autouse=True)
-def level(request: pytest.FixtureRequest):
-    """Every instruction set of this machine."""
-    before = _C.cpu_isa()
-    _C.set_cpu_isa(request.param)
-    yield request.param
-    _C.set_cpu_isa(before)
-
-
-@pytest.fixture(autouse=True)
-def _restore_threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("isa")  # every instruction set of this machine
 
 
 def cache(length: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
