@@ -6,7 +6,7 @@ namespace flashq {
 
 // Why a call did not happen, or empty. A plain buffer, because it crosses the border of a library.
 struct Status {
-  char message[480] = {};   // without "flashq::op: ", which ops/ puts in front
+  char message[480] = {};  // without "flashq::op: ", which ops/ puts in front
 
   [[nodiscard]] bool ok() const { return message[0] == 0; }
 };
@@ -23,7 +23,7 @@ struct Launch {
 // Null entries are ops that the backend does not have. Every function checks what only the device can know (an
 // unsupported GPU, a launch error); arguments were checked by ops/.
 struct Backend {
-  int32_t abi;   // kBackendAbi of the library that filled the table
+  int32_t abi;  // kBackendAbi of the library that filled the table
 
   int64_t (*attention_16_scratch_bytes)(const Attention16Params&, int32_t workers);
   int64_t (*attention_tbq4_scratch_bytes)(const AttentionTbq4Params&, int32_t workers);
@@ -37,7 +37,7 @@ struct Backend {
   Status (*tbq4_rotate)(const Tbq4RotateParams&, const Launch&);
   Status (*merge_states)(const MergeParams&, const Launch&);
 
-  const char* (*describe)();   // one line for `python -m flashq info`: arches, or ISA levels
+  const char* (*describe)();  // one line for `python -m flashq info`: arches, or ISA levels
 };
 inline constexpr int32_t kBackendAbi = 1;
 
@@ -46,7 +46,7 @@ inline constexpr int32_t kBackendAbi = 1;
 }  // namespace flashq
 
 extern "C" {
-// Called by libflashq_cuda.so when it loads; defined in libflashq.so. Returns 0, or -1 when the two libraries are not of
-// one build (then nothing is registered, and flashq says so).
+// Called by libflashq_cuda.so when it loads; defined in libflashq.so. Returns 0, or -1 when the two libraries are not
+// of one build (then nothing is registered, and flashq says so).
 __attribute__((visibility("default"))) int flashq_register_cuda_backend(const flashq::Backend* backend);
 }

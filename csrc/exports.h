@@ -12,7 +12,8 @@ FLASHQ_EXPORT const char* flashq_cuda_archs();   // "8.0+PTX;9.0a"; empty: built
 // Backend::describe of a device; null where there is no such backend, as before libflashq_cuda.so registered its own.
 FLASHQ_EXPORT const char* flashq_describe_backend(bool cuda);
 
-// The ISA level of the CPU backend ("portable", "avx2", "avx512"); null where FLASHQ_CPU_ISA names none that this CPU has.
+// The ISA level of the CPU backend ("portable", "avx2", "avx512"); null where FLASHQ_CPU_ISA names none that this CPU
+// has.
 FLASHQ_EXPORT const char* flashq_cpu_isa();
 // The levels that this CPU can run, slowest first, separated by ", ".
 FLASHQ_EXPORT const char* flashq_cpu_isa_levels();

@@ -25,31 +25,31 @@ struct QueryView {
   const void* q;
   void* out;
   float* lse;
-  int64_t q_stride[3], out_stride[3];   // batch, token, head; last dim contiguous
-  int64_t lse_stride[3];                // batch, head, token
+  int64_t q_stride[3], out_stride[3];  // batch, token, head; last dim contiguous
+  int64_t lse_stride[3];               // batch, head, token
   Dtype dtype, out_dtype;
-  int64_t batch, q_len, q_heads, kv_heads, head_dim;   // q_len: queries of every sequence, unless packed
-  int64_t total_tokens;                 // batch * q_len, or the packed tokens
-  IndexView cu_seqlens_q;               // (batch + 1), or absent
+  int64_t batch, q_len, q_heads, kv_heads, head_dim;  // q_len: queries of every sequence, unless packed
+  int64_t total_tokens;                               // batch * q_len, or the packed tokens
+  IndexView cu_seqlens_q;                             // (batch + 1), or absent
 };
 
 struct ScoreOptions {
-  float scale, softcap;                 // softcap 0: off
+  float scale, softcap;  // softcap 0: off
   bool causal;
-  int64_t window_left, window_right;    // -1: unlimited
-  const float* sinks;                   // (q_heads), or null
+  int64_t window_left, window_right;  // -1: unlimited
+  const float* sinks;                 // (q_heads), or null
   int64_t sinks_stride;
 };
 
-// Keys and values in 16 or 32 bits: a paged cache (pages, page_size, kv_heads, head_dim). prefill is the case of one page
-// a sequence; prefill_varlen of one page, where cu_seqlens_k says where each sequence starts.
+// Keys and values in 16 or 32 bits: a paged cache (pages, page_size, kv_heads, head_dim). prefill is the case of one
+// page a sequence; prefill_varlen of one page, where cu_seqlens_k says where each sequence starts.
 struct KvView {
   const void *k, *v;
-  int64_t k_stride[3], v_stride[3];     // page, slot, head
+  int64_t k_stride[3], v_stride[3];  // page, slot, head
   int64_t num_pages, page_size;
-  IndexView block_table;                // (batch, max_pages); absent: sequence b is page b
+  IndexView block_table;  // (batch, max_pages); absent: sequence b is page b
   int64_t max_pages;
-  IndexView cu_seqlens_k;               // (batch + 1), or absent
+  IndexView cu_seqlens_k;  // (batch + 1), or absent
 
   // Whether the table has a page for this token: exact pools hold only some.
   FLASHQ_HD bool holds(int64_t sequence, int64_t token) const {
@@ -66,18 +66,18 @@ struct Tbq4View {
   int64_t num_pages, page_size;
   IndexView block_table;
   int64_t max_pages;
-  const uint16_t* k_offsets;            // fp16 (pages, kv_heads, head_dim), or null
-  int64_t k_offsets_stride[2];          // page, head
-  KvView exact;                         // the exact pool in q's dtype, its own table; exact.k null: none
+  const uint16_t* k_offsets;    // fp16 (pages, kv_heads, head_dim), or null
+  int64_t k_offsets_stride[2];  // page, head
+  KvView exact;                 // the exact pool in q's dtype, its own table; exact.k null: none
   int64_t exact_first, exact_last;
 };
 
 struct AttentionParams {
   QueryView query;
   ScoreOptions score;
-  IndexView seqlens, kv_start;          // (batch); prefill ops have neither: a length is page_size or cu_seqlens_k's
-  int64_t kv_chunk;                     // split length, 0: automatic
-  void* scratch;                        // Backend::attention_scratch_bytes, 64-byte aligned
+  IndexView seqlens, kv_start;  // (batch); prefill ops have neither: a length is page_size or cu_seqlens_k's
+  int64_t kv_chunk;             // split length, 0: automatic
+  void* scratch;                // Backend::attention_scratch_bytes, 64-byte aligned
 };
 struct Attention16Params : AttentionParams { KvView kv; };
 struct AttentionTbq4Params : AttentionParams { Tbq4View kv; };
@@ -85,15 +85,15 @@ struct AttentionTbq4Params : AttentionParams { Tbq4View kv; };
 // k, v (tokens, kv_heads, head_dim) into the slots of a cache.
 struct AppendSource {
   const void *k, *v;
-  int64_t k_stride[2], v_stride[2];     // token, head
+  int64_t k_stride[2], v_stride[2];  // token, head
   Dtype dtype;
   int64_t tokens, kv_heads, head_dim;
-  IndexView slots;                      // (tokens): page * page_size + offset, negative: skip
+  IndexView slots;  // (tokens): page * page_size + offset, negative: skip
 };
 struct KvAppendParams {
   AppendSource source;
   void *k_cache, *v_cache;
-  int64_t k_stride[3], v_stride[3];     // page, slot, head
+  int64_t k_stride[3], v_stride[3];  // page, slot, head
   int64_t num_pages, page_size;
 };
 struct Tbq4AppendParams {
@@ -101,9 +101,9 @@ struct Tbq4AppendParams {
   uint8_t *k_codes, *v_codes;
   uint16_t *k_norms, *v_norms;
   int64_t num_pages, page_size;
-  const uint16_t* k_offsets;            // as Tbq4View
+  const uint16_t* k_offsets;  // as Tbq4View
   int64_t k_offsets_stride[2];
-  bool reject_nonfinite;                // FLASHQ_CHECK=1 on the CPU
+  bool reject_nonfinite;  // FLASHQ_CHECK=1 on the CPU
 };
 
 // A tensor of rows with up to kMaxLeading leading dimensions of any stride and a contiguous last one.
@@ -117,29 +117,29 @@ struct RowsView {
 };
 struct Tbq4QuantizeParams {
   RowsView x;
-  uint8_t* codes;                       // contiguous
+  uint8_t* codes;  // contiguous
   uint16_t* norms;
   bool reject_nonfinite;
 };
 struct Tbq4DequantizeParams {
-  RowsView codes, norms;                // dtype unused; head_dim of the decoded row
-  void* out;                            // contiguous
+  RowsView codes, norms;  // dtype unused; head_dim of the decoded row
+  void* out;              // contiguous
   Dtype out_dtype;
 };
 struct Tbq4RotateParams {
   RowsView x;
-  void* out;                            // contiguous, x's dtype
+  void* out;  // contiguous, x's dtype
   bool inverse;
 };
 
 struct MergeParams {
-  const void* outs;                     // (partials, batch, tokens, heads, head_dim)
-  const float* lses;                    // (partials, batch, heads, tokens)
+  const void* outs;   // (partials, batch, tokens, heads, head_dim)
+  const float* lses;  // (partials, batch, heads, tokens)
   int64_t outs_stride[4], lses_stride[4];
   Dtype dtype;
   int64_t partials, batch, tokens, heads, head_dim;
-  void* out;                            // contiguous (batch, tokens, heads, head_dim)
-  float* lse;                           // contiguous (batch, heads, tokens)
+  void* out;   // contiguous (batch, tokens, heads, head_dim)
+  float* lse;  // contiguous (batch, heads, tokens)
 };
 
 }  // namespace flashq

@@ -4,9 +4,9 @@
 
 namespace flashq {
 
-inline constexpr int64_t kUnlimited = -1;   // of a window
+inline constexpr int64_t kUnlimited = -1;  // of a window
 
-struct KeyRange {   // [begin, end)
+struct KeyRange {  // [begin, end)
   int64_t begin, end;
 
   FLASHQ_HD bool empty() const { return begin >= end; }
@@ -18,8 +18,8 @@ FLASHQ_HD KeyRange intersect(KeyRange a, KeyRange b) { return {max_of(a.begin, b
 // The mask of one sequence. Bottom-right: query i stands at position p = kv_len - q_len + i, which may be negative.
 struct Mask {
   int64_t q_len, kv_len, kv_start;
-  int64_t window_left, window_right;   // inclusive, or kUnlimited
-  bool causal;                         // the same as window_right = 0
+  int64_t window_left, window_right;  // inclusive, or kUnlimited
+  bool causal;                        // the same as window_right = 0
 
   FLASHQ_HD int64_t position(int64_t query) const { return kv_len - q_len + query; }
 
@@ -33,14 +33,12 @@ struct Mask {
   }
 
   // The union over queries [first, last]; the ranges slide by one key a query, so it is an interval too.
-  FLASHQ_HD KeyRange visible(int64_t first, int64_t last) const {
-    return {visible(first).begin, visible(last).end};
-  }
+  FLASHQ_HD KeyRange visible(int64_t first, int64_t last) const { return {visible(first).begin, visible(last).end}; }
 };
 
 // Which of its visible keys a query of tbq4_attention reads exactly, where the exact pool holds them.
 struct ExactRule {
-  int64_t first = 0, last = 0;   // tokens from kv_start on; tokens up to and including the query's own position
+  int64_t first = 0, last = 0;  // tokens from kv_start on; tokens up to and including the query's own position
 
   FLASHQ_HD bool any() const { return first > 0 || last > 0; }
   FLASHQ_HD KeyRange leading(const Mask& mask) const { return {0, mask.kv_start + first}; }

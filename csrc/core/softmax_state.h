@@ -1,8 +1,8 @@
 // The state of an online softmax and the one rule that merges two of them.
 //
 // A row that has seen some keys is (max, sum, o): the largest score, sum of exp(score - max), and o = sum of
-// exp(score - max) * v. Two such rows over disjoint keys merge to a third: a commutative monoid up to rounding, with the
-// identity (-inf, 0, 0). Tiles, KV splits, sinks and merge_states all combine by `merge` below.
+// exp(score - max) * v. Two such rows over disjoint keys merge to a third: a commutative monoid up to rounding, with
+// the identity (-inf, 0, 0). Tiles, KV splits, sinks and merge_states all combine by `merge` below.
 #pragma once
 #include <cmath>
 
@@ -10,8 +10,8 @@
 
 namespace flashq {
 
-// The unit of `max`. Kernels keep scores times log2(e), because exp2 is what the hardware has; merge_states gets natural
-// logarithms and must return a lone one unchanged to the last bit.
+// The unit of `max`. Kernels keep scores times log2(e), because exp2 is what the hardware has; merge_states gets
+// natural logarithms and must return a lone one unchanged to the last bit.
 struct Binary {
   static FLASHQ_HD float exp(float x) { return exp2f(x); }
   static FLASHQ_HD float to_natural(float x) { return x * kLn2; }
@@ -31,7 +31,7 @@ template <class Unit> struct SoftmaxState {
 };
 
 struct MergeWeights {
-  float a, b;   // what o of either side is multiplied by; exactly 0 means: leave that o out, whatever it holds
+  float a, b;  // what o of either side is multiplied by; exactly 0 means: leave that o out, whatever it holds
 };
 
 // a <- a merged with b; the caller applies the weights to o. An empty side weighs 0 and leaves the other side's bits
@@ -42,7 +42,7 @@ template <class Unit> FLASHQ_HD MergeWeights merge(SoftmaxState<Unit>& a, const 
     a = b;
     return {0, 1};
   }
-  const float top = fmaxf(a.max, b.max);   // of a NaN and a number: the number, and the weight below is NaN
+  const float top = fmaxf(a.max, b.max);  // of a NaN and a number: the number, and the weight below is NaN
   const MergeWeights weight{Unit::exp(a.max - top), Unit::exp(b.max - top)};
   a = {top, weight.a * a.sum + weight.b * b.sum};
   return weight;

@@ -1,7 +1,7 @@
 // How the keys of one sequence are split among units of work.
 //
-// The rule looks at nothing but the sequence itself, so its rows' bits depend neither on batch mates nor on the number of
-// threads. Split boundaries are absolute multiples of the split length, counted from position 0.
+// The rule looks at nothing but the sequence itself, so its rows' bits depend neither on batch mates nor on the number
+// of threads. Split boundaries are absolute multiples of the split length, counted from position 0.
 #pragma once
 #include "core/mask.h"
 
@@ -14,9 +14,9 @@ struct SplitPlan {
   FLASHQ_HD KeyRange range(int64_t split) const { return {(first + split) * keys, (first + split + 1) * keys}; }
 };
 
-inline constexpr int64_t kMaxSplits = 64;          // of a sequence, unless kv_chunk asks for more
-inline constexpr int64_t kMaxPartialRows = 4096;   // rows * splits of a KV head: bounds the scratch of long prompts
-inline constexpr int64_t kMaxSplitRows = 1024;     // more rows than this keep every core busy without splits
+inline constexpr int64_t kMaxSplits = 64;         // of a sequence, unless kv_chunk asks for more
+inline constexpr int64_t kMaxPartialRows = 4096;  // rows * splits of a KV head: bounds the scratch of long prompts
+inline constexpr int64_t kMaxSplitRows = 1024;    // more rows than this keep every core busy without splits
 
 // `rows` of a KV head (query tokens * group) see keys in `seen`. A unit is worth about the same work whatever the rows.
 FLASHQ_HD SplitPlan plan_splits(KeyRange seen, int64_t rows, int64_t kv_chunk) {

@@ -6,7 +6,8 @@
 namespace flashq {
 namespace cpu {
 
-inline constexpr int64_t kFewRows = 24;  // of a KV head, for the kernel of few rows: 1.4 times faster there, level at 32
+inline constexpr int64_t kFewRows =
+    24;  // of a KV head, for the kernel of few rows: 1.4 times faster there, level at 32
 
 // One level's functions. prefill, prefill_varlen and decode are one op here: a sequence's rows decide which kernel its
 // units go to.
@@ -25,9 +26,15 @@ struct Kernels {
 
 }  // namespace cpu
 
-namespace portable { extern const cpu::Kernels kernels; }
-namespace avx2 { extern const cpu::Kernels kernels; }
-namespace avx512 { extern const cpu::Kernels kernels; }
+namespace portable {
+extern const cpu::Kernels kernels;
+}
+namespace avx2 {
+extern const cpu::Kernels kernels;
+}
+namespace avx512 {
+extern const cpu::Kernels kernels;
+}
 
 #if defined(FLASHQ_ISA)
 namespace FLASHQ_ISA {

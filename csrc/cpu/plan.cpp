@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kAlign = 64;
 constexpr int64_t kMinBlockRows = 48;
-constexpr double kSmallWork = 50e3;      // ns; waking a sleeping pool costs about as much
+constexpr double kSmallWork = 50e3;  // ns; waking a sleeping pool costs about as much
 
 struct Totals {
   int64_t sequences = 0, units = 0, partials = 0, counters = 0;
@@ -20,8 +20,12 @@ Sequence describe(const AttentionParams& p, const PlanOptions& options, int64_t 
   const int64_t group = q.q_heads / q.kv_heads;
   Sequence s{};
   s.batch = b;
-  s.mask = {.q_len = q.q_len, .kv_len = options.page_size, .kv_start = 0, .window_left = p.score.window_left,
-            .window_right = p.score.window_right, .causal = p.score.causal};
+  s.mask = {.q_len = q.q_len,
+            .kv_len = options.page_size,
+            .kv_start = 0,
+            .window_left = p.score.window_left,
+            .window_right = p.score.window_right,
+            .causal = p.score.causal};
   if (q.cu_seqlens_q.given()) {
     s.q_begin = q.cu_seqlens_q(b);
     s.mask.q_len = q.cu_seqlens_q(b + 1) - s.q_begin;
@@ -43,8 +47,12 @@ Sequence describe(const AttentionParams& p, const PlanOptions& options, int64_t 
 Sequence describe_padding(const AttentionParams& p, int64_t begin, int64_t block_rows) {
   Sequence s{};
   s.q_begin = begin;
-  s.mask = {.q_len = p.query.total_tokens - begin, .kv_len = 0, .kv_start = 0, .window_left = kUnlimited,
-            .window_right = kUnlimited, .causal = false};
+  s.mask = {.q_len = p.query.total_tokens - begin,
+            .kv_len = 0,
+            .kv_start = 0,
+            .window_left = kUnlimited,
+            .window_right = kUnlimited,
+            .causal = false};
   s.rows = s.mask.q_len * (p.query.q_heads / p.query.kv_heads);
   s.block_rows = block_rows;
   s.block_heads = 1;
@@ -122,13 +130,13 @@ struct Layout {
 };
 
 Unit locate(const Plan& plan, int64_t index) {
-  const Sequence* s =
-      std::upper_bound(plan.sequences, plan.sequences + plan.sequence_count, index,
-                       [](int64_t i, const Sequence& sequence) { return i < sequence.first_unit; }) - 1;
+  const Sequence* s = std::upper_bound(plan.sequences, plan.sequences + plan.sequence_count, index,
+                                       [](int64_t i, const Sequence& sequence) { return i < sequence.first_unit; }) -
+                      1;
   index -= s->first_unit;
   const int64_t split = index % s->splits.count;
   const int64_t head_block = index / s->splits.count % s->head_blocks;
-  const int64_t row_block = s->row_blocks - 1 - index / s->splits.count / s->head_blocks;   // longest rows first
+  const int64_t row_block = s->row_blocks - 1 - index / s->splits.count / s->head_blocks;  // longest rows first
 
   Unit u{};
   u.sequence = s;
@@ -144,7 +152,8 @@ Unit locate(const Plan& plan, int64_t index) {
 
 }  // namespace
 
-int64_t plan_scratch_bytes(const AttentionParams& p, const PlanOptions& options, int64_t worker_bytes, int32_t workers) {
+int64_t plan_scratch_bytes(const AttentionParams& p, const PlanOptions& options, int64_t worker_bytes,
+                           int32_t workers) {
   return Layout(p, survey(p, options, choose_block_rows(p, options, workers)), worker_bytes, workers).bytes;
 }
 
@@ -201,8 +210,10 @@ void run_units(const Plan& plan, const Launch& launch, void (*run)(void*, const 
       r.run(r.context, locate(r.plan, i), scratch);
   };
   const int64_t wanted = plan.work < kSmallWork ? 1 : std::min<int64_t>(launch.workers, plan.units);
-  if (wanted <= 1 || !launch.parallel) body(&region, 0);
-  else launch.parallel(static_cast<int32_t>(wanted), body, &region);
+  if (wanted <= 1 || !launch.parallel)
+    body(&region, 0);
+  else
+    launch.parallel(static_cast<int32_t>(wanted), body, &region);
 }
 
 }  // namespace flashq::cpu

@@ -1,8 +1,8 @@
 // The work of one attention call on the CPU: which rows meet which keys, in units that threads pick up one by one.
 //
 // Row r of a (sequence, KV head) is query r / group of head r % group, so a block of rows spans few positions and the
-// group's heads share every K/V tile. A unit is (sequence, block of KV heads, block of rows, split of the keys). Only the
-// splits decide a row's bits; blocks and the number of threads do not.
+// group's heads share every K/V tile. A unit is (sequence, block of KV heads, block of rows, split of the keys). Only
+// the splits decide a row's bits; blocks and the number of threads do not.
 #pragma once
 #include <cstddef>
 
@@ -16,25 +16,25 @@ namespace flashq::cpu {
 FLASHQ_HD constexpr int64_t padded_dim(int64_t head_dim) { return round_up(head_dim, 16); }
 
 struct Sequence {
-  int64_t batch;               // its page, or its row of a page table
-  int64_t q_begin, k_begin;    // where its tokens start, in packed q and packed K/V
+  int64_t batch;             // its page, or its row of a page table
+  int64_t q_begin, k_begin;  // where its tokens start, in packed q and packed K/V
   Mask mask;
-  int64_t rows;                // of a KV head
+  int64_t rows;  // of a KV head
   SplitPlan splits;
   int64_t block_rows, block_heads, row_blocks, head_blocks;
   int64_t first_unit, first_partial, first_counter;
-  double unit_cost;            // of its heaviest unit, for the order
-  bool few_rows;               // for the kernel of few rows
-  bool padding;                // rows past cu_seqlens_q: 0 and -inf whatever the sinks
+  double unit_cost;  // of its heaviest unit, for the order
+  bool few_rows;     // for the kernel of few rows
+  bool padding;      // rows past cu_seqlens_q: 0 and -inf whatever the sinks
 };
 
 struct Unit {
   const Sequence* sequence;
-  int64_t head, heads;         // KV heads [head, head + heads)
-  int64_t row, rows;           // rows [row, row + rows) of each
+  int64_t head, heads;  // KV heads [head, head + heads)
+  int64_t row, rows;    // rows [row, row + rows) of each
   int64_t split;
-  KeyRange keys;               // of the split that some row of the unit sees; may be empty
-  int64_t counter;             // of the splits of these rows
+  KeyRange keys;    // of the split that some row of the unit sees; may be empty
+  int64_t counter;  // of the splits of these rows
 };
 
 struct PlanOptions {
@@ -47,13 +47,13 @@ struct PlanOptions {
 
 struct Plan {
   int64_t group, kv_heads;
-  int64_t width;               // floats of an accumulator row, padded_dim(head_dim)
-  const Sequence* sequences;   // those with work, heaviest first
+  int64_t width;              // floats of an accumulator row, padded_dim(head_dim)
+  const Sequence* sequences;  // those with work, heaviest first
   int64_t sequence_count, units;
-  double work;                 // nanoseconds of one thread, roughly
-  int64_t* next;               // the next unit to pick up
-  int32_t* arrived;            // splits that are done, by Unit::counter
-  float* partials;             // see partial()
+  double work;       // nanoseconds of one thread, roughly
+  int64_t* next;     // the next unit to pick up
+  int32_t* arrived;  // splits that are done, by Unit::counter
+  float* partials;   // see partial()
   std::byte* worker_scratch;
   int64_t worker_bytes;
 
@@ -69,7 +69,8 @@ struct Plan {
 };
 
 // `worker_bytes`: scratch of one worker of the kernels that will run the units.
-[[nodiscard]] int64_t plan_scratch_bytes(const AttentionParams&, const PlanOptions&, int64_t worker_bytes, int32_t workers);
+[[nodiscard]] int64_t plan_scratch_bytes(const AttentionParams&, const PlanOptions&, int64_t worker_bytes,
+                                         int32_t workers);
 // Lays the plan out in params.scratch, which holds plan_scratch_bytes of the same arguments.
 [[nodiscard]] Plan make_plan(const AttentionParams&, const PlanOptions&, int64_t worker_bytes, int32_t workers);
 // Runs every unit once, in one parallel region, or on the caller's thread where the work is small. `scratch` is

@@ -1,12 +1,11 @@
 // The table of the CUDA backend, which the library hands to libflashq.so when it loads, and what Python asks about
 // GPUs.
-#include "backend.h"
-
 #include <cuda_runtime_api.h>
 
 #include <cstdio>
 #include <string>
 
+#include "backend.h"
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
 #include "exports.h"

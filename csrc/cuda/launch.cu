@@ -1,9 +1,9 @@
-#include "cuda/launch.h"
-
 #include <cuda_runtime_api.h>
 
 #include <atomic>
 #include <cstdio>
+
+#include "cuda/launch.h"
 
 namespace flashq::cuda {
 namespace {

@@ -19,15 +19,11 @@ constexpr int kVectorBytes = 16;
 constexpr int kPieces = 2;  // vectors of a thread: they share its weights
 constexpr int kBatch = 4;   // partials in flight
 
-template <class Storage, int kVector> struct alignas(sizeof(Storage) * kVector) Vector {
-  Storage value[kVector];
-};
+template <class Storage, int kVector> struct alignas(sizeof(Storage) * kVector) Vector { Storage value[kVector]; };
 
 template <class Chunk> __device__ Chunk load(const void* from) { return *static_cast<const Chunk*>(from); }
 
-struct Row {
-  int64_t batch, token, head;
-};
+struct Row { int64_t batch, token, head; };
 
 // 64-bit divisions cost some 70 instructions each, more than the merge of a few partials.
 __device__ Row row_of(const MergeParams& p, int64_t i) {
@@ -146,15 +142,9 @@ Status merge_states(const MergeParams& p, const Launch& launch) {
   if (p.batch * p.tokens * p.heads == 0) return {};
   const auto stream = static_cast<cudaStream_t>(launch.stream);
   switch (p.dtype) {
-    case Dtype::kFloat32:
-      launch_merge<Float32>(p, stream);
-      break;
-    case Dtype::kFloat16:
-      launch_merge<Float16>(p, stream);
-      break;
-    case Dtype::kBfloat16:
-      launch_merge<Bfloat16>(p, stream);
-      break;
+    case Dtype::kFloat32: launch_merge<Float32>(p, stream); break;
+    case Dtype::kFloat16: launch_merge<Float16>(p, stream); break;
+    case Dtype::kBfloat16: launch_merge<Bfloat16>(p, stream); break;
   }
   return launch_status();
 }

@@ -32,12 +32,12 @@ QueryView view_query(const Op& op, const Call& call, const Tensor& q, bool packe
     expect_shape(op, "q", q, {{"Tq"}, {"Hq"}, {"D"}});
   else
     expect_shape(op, "q", q, {{"B"}, {"Sq"}, {"Hq"}, {"D"}});
-  const int64_t token = packed ? 0 : 1;   // the dimension of tokens
+  const int64_t token = packed ? 0 : 1;  // the dimension of tokens
   expect_unit_last_stride(op, "q", q);
   expect_head_dim(op, "q", q.size(token + 2));
   expect_head_groups(op, q.size(token + 1), kv_argument, kv_heads);
   view.q = q.const_data_ptr();
-  view.batch = packed ? 0 : q.size(0);   // of packed queries: cu_seqlens_q's
+  view.batch = packed ? 0 : q.size(0);  // of packed queries: cu_seqlens_q's
   view.q_len = packed ? 0 : q.size(1);
   view.total_tokens = packed ? q.size(0) : q.size(0) * q.size(1);
   view.q_heads = q.size(token + 1);
@@ -76,7 +76,7 @@ Results make_outputs(const Op& op, const Call& call, const Tensor& q, OptionalDt
     op.refuse("out_dtype", "None, q's dtype (" + to_text(q.scalar_type()) + ") or torch.float32", to_text(dtype));
   const bool packed = q.dim() == 3;
   const int64_t heads = query.q_heads;
-  const int64_t tokens = packed ? query.total_tokens : query.q_len;   // of a row of lse
+  const int64_t tokens = packed ? query.total_tokens : query.q_len;  // of a row of lse
   Tensor out = call.empty(q.sizes(), dtype);
   Tensor lse = packed ? call.empty({heads, tokens}, ScalarType::Float)
                       : call.empty({query.batch, heads, tokens}, ScalarType::Float);
@@ -99,8 +99,8 @@ void fill_cache_params(const Op& op, const Call& call, const CacheArgs& args, in
   params.query = view_query(op, call, args.q, packed, kv_heads, kv_argument);
   params.score = view_score(op, args.score, args.sinks, args.q);
   if (packed)
-    params.query.batch = view_cu_seqlens(op, call, "cu_seqlens_q", *args.cu_seqlens_q, args.q, params.query.total_tokens,
-                                         params.query.cu_seqlens_q);
+    params.query.batch = view_cu_seqlens(op, call, "cu_seqlens_q", *args.cu_seqlens_q, args.q,
+                                         params.query.total_tokens, params.query.cu_seqlens_q);
   const int64_t batch = params.query.batch;
   params.seqlens = index_view(op, "seqlens", args.seqlens, {{"B", batch}}, "q", args.q);
   if (args.kv_start) params.kv_start = index_view(op, "kv_start", *args.kv_start, {{"B", batch}}, "q", args.q);
@@ -135,7 +135,8 @@ int64_t view_cu_seqlens(const Op& op, const Call& call, const char* argument, co
     const int64_t next = view(b);
     if (next < last || next > tokens)
       op.refuse(std::string(argument) + "[" + std::to_string(b) + "]",
-                "a value from " + std::to_string(last) + " (the one before) to " + std::to_string(tokens) + " (all tokens)",
+                "a value from " + std::to_string(last) + " (the one before) to " + std::to_string(tokens) +
+                    " (all tokens)",
                 std::to_string(next));
     last = next;
   }
@@ -158,7 +159,8 @@ void check_lengths(const Op& op, const AttentionParams& params, int64_t capacity
 
 Mask mask_of(const AttentionParams& params, int64_t sequence) {
   const QueryView& query = params.query;
-  return {.q_len = query.cu_seqlens_q.given() ? query.cu_seqlens_q(sequence + 1) - query.cu_seqlens_q(sequence) : query.q_len,
+  return {.q_len = query.cu_seqlens_q.given() ? query.cu_seqlens_q(sequence + 1) - query.cu_seqlens_q(sequence)
+                                              : query.q_len,
           .kv_len = params.seqlens(sequence),
           .kv_start = params.kv_start.given() ? params.kv_start(sequence) : 0,
           .window_left = params.score.window_left,

@@ -27,15 +27,18 @@ struct CacheArgs {
 // k or v (a cache or not): q's dtype, device and head_dim, unit last stride.
 void expect_like_query(const Op& op, const char* argument, const Tensor& t, const Tensor& q, const char* q_name = "q");
 
-[[nodiscard]] ScoreOptions view_score(const Op& op, const ScoreArgs& args, const OptionalTensor& sinks, const Tensor& q);
+[[nodiscard]] ScoreOptions view_score(const Op& op, const ScoreArgs& args, const OptionalTensor& sinks,
+                                      const Tensor& q);
 
 // Allocates out and lse and points the query's view at them.
-[[nodiscard]] Results make_outputs(const Op& op, const Call& call, const Tensor& q, OptionalDtype out_dtype, QueryView& query);
+[[nodiscard]] Results make_outputs(const Op& op, const Call& call, const Tensor& q, OptionalDtype out_dtype,
+                                   QueryView& query);
 
 // Everything of a cache op but the cache itself.
 void fill_cache_params(const Op& op, const Call& call, const CacheArgs& args, int64_t kv_heads, const char* kv_argument,
                        AttentionParams& params);
-// block_table (B, max_pages), or none: then a page a sequence has to exist. Returns the capacity of a sequence in tokens.
+// block_table (B, max_pages), or none: then a page a sequence has to exist. Returns the capacity of a sequence in
+// tokens.
 [[nodiscard]] int64_t view_block_table(const Op& op, const OptionalTensor& table, const Tensor& q, int64_t batch,
                                        const char* cache, int64_t num_pages, int64_t page_size, IndexView& view,
                                        int64_t& max_pages);

@@ -62,7 +62,8 @@ void expect_shape(const Op& op, const char* argument, const Tensor& t, Shape sha
   if (!fits) op.refuse(argument, "shape " + expected + (shape.size() == 1 ? ",)" : ")"), "shape " + shape_of(t));
 }
 
-void expect_same_device(const Op& op, const char* argument, const Tensor& t, const char* other_name, const Tensor& other) {
+void expect_same_device(const Op& op, const char* argument, const Tensor& t, const char* other_name,
+                        const Tensor& other) {
   if (device_of(t) != device_of(other))
     op.refuse(argument, "a tensor on " + device_of(other) + ", where " + other_name + " is", device_of(t));
 }
@@ -76,7 +77,8 @@ void expect_dtype(const Op& op, const char* argument, const Tensor& t, std::init
   op.refuse(argument, expected, to_text(t.scalar_type()));
 }
 
-void expect_same_dtype(const Op& op, const char* argument, const Tensor& t, const char* other_name, const Tensor& other) {
+void expect_same_dtype(const Op& op, const char* argument, const Tensor& t, const char* other_name,
+                       const Tensor& other) {
   if (t.scalar_type() != other.scalar_type())
     op.refuse(argument, to_text(other.scalar_type()) + ", as " + other_name + " has", to_text(t.scalar_type()));
 }

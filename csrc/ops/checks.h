@@ -27,9 +27,9 @@ class Op {
   const char* name_;
 };
 
-[[nodiscard]] std::string to_text(ScalarType dtype);          // "torch.float32"
-[[nodiscard]] std::string shape_of(const Tensor& t);          // "(2, 3)"
-[[nodiscard]] std::string device_of(const Tensor& t);         // "cuda:0"
+[[nodiscard]] std::string to_text(ScalarType dtype);   // "torch.float32"
+[[nodiscard]] std::string shape_of(const Tensor& t);   // "(2, 3)"
+[[nodiscard]] std::string device_of(const Tensor& t);  // "cuda:0"
 
 // One dimension of an expected shape: its name in the message, and its size where that is fixed.
 inline constexpr int64_t kAny = -1;
@@ -40,9 +40,11 @@ struct Dim {
 using Shape = std::initializer_list<Dim>;
 
 void expect_shape(const Op& op, const char* argument, const Tensor& t, Shape shape);
-void expect_same_device(const Op& op, const char* argument, const Tensor& t, const char* other_name, const Tensor& other);
+void expect_same_device(const Op& op, const char* argument, const Tensor& t, const char* other_name,
+                        const Tensor& other);
 void expect_dtype(const Op& op, const char* argument, const Tensor& t, std::initializer_list<ScalarType> allowed);
-void expect_same_dtype(const Op& op, const char* argument, const Tensor& t, const char* other_name, const Tensor& other);
+void expect_same_dtype(const Op& op, const char* argument, const Tensor& t, const char* other_name,
+                       const Tensor& other);
 void expect_unit_last_stride(const Op& op, const char* argument, const Tensor& t);
 void expect_contiguous(const Op& op, const char* argument, const Tensor& t);
 

@@ -54,8 +54,8 @@ Results decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, co
         .block_table = {},
         .max_pages = 0,
         .cu_seqlens_k = {}};
-  const int64_t capacity =
-      view_block_table(op, block_table, q, params.query.batch, "k_cache", pages, page_size, kv.block_table, kv.max_pages);
+  const int64_t capacity = view_block_table(op, block_table, q, params.query.batch, "k_cache", pages, page_size,
+                                            kv.block_table, kv.max_pages);
   if (call.on_cpu()) {
     check_lengths(op, params, capacity);
     check_pages(op, params);

@@ -40,10 +40,11 @@ const Backend* backend_of(const Op& op, const Tensor& leader) {
   if (!leader.is_cuda()) op.refuse("device", "cpu or cuda", device_of(leader));
   const Backend* backend = cuda_backend.load(std::memory_order_acquire);
   if (!backend)
-    op.refuse("device",
-              "cpu, because this flashq has no CUDA library (install it again with nvcc on PATH; `python -m flashq info` "
-              "says what is missing)",
-              device_of(leader));
+    op.refuse(
+        "device",
+        "cpu, because this flashq has no CUDA library (install it again with nvcc on PATH; `python -m flashq info` "
+        "says what is missing)",
+        device_of(leader));
   return backend;
 }
 

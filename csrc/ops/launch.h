@@ -19,14 +19,16 @@ class Call {
   // Scratch of `bytes`, 64-byte aligned; `owner` keeps it alive (torch's allocator takes it back in stream order).
   [[nodiscard]] void* scratch(int64_t bytes, std::optional<Tensor>& owner) const;
 
-  // Runs one entry of the backend's table. An op that the backend lacks, and what the backend reports, become exceptions.
-  template <class Params> void run(Status (*Backend::*entry)(const Params&, const Launch&), const Params& params) const {
+  // Runs one entry of the backend's table. An op that the backend lacks, and what the backend reports, become
+  // exceptions.
+  template <class Params> void run(Status (*Backend::*entry)(const Params&, const Launch&),
+                                   const Params& params) const {
     check(require(entry)(params, launch_));
   }
   // The same for an attention op, with the scratch that the backend asks for.
   template <class Params>
-  void run(Status (*Backend::*entry)(const Params&, const Launch&), int64_t (*Backend::*scratch_bytes)(const Params&, int32_t),
-           Params& params) const {
+  void run(Status (*Backend::*entry)(const Params&, const Launch&),
+           int64_t (*Backend::*scratch_bytes)(const Params&, int32_t), Params& params) const {
     const auto kernel = require(entry);
     std::optional<Tensor> owner;
     params.scratch = scratch((backend_->*scratch_bytes)(params, launch_.workers), owner);
@@ -34,7 +36,7 @@ class Call {
   }
 
  private:
-  template <class Function> [[nodiscard]] Function require(Function Backend::*entry) const {
+  template <class Function> [[nodiscard]] Function require(Function Backend::* entry) const {
     if (!(backend_->*entry)) refuse_missing();
     return backend_->*entry;
   }

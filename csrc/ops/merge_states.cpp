@@ -37,7 +37,8 @@ std::tuple<Tensor, Tensor> merge_states(const Tensor& outs, const Tensor& lses) 
   expect_dtype(op, "lses", lses, {ScalarType::Float});
   expect_same_device(op, "lses", lses, "outs", outs);
   if (outs.dim() == 5)
-    expect_shape(op, "lses", lses, {{"K", outs.size(0)}, {"B", outs.size(1)}, {"H", outs.size(3)}, {"S", outs.size(2)}});
+    expect_shape(op, "lses", lses,
+                 {{"K", outs.size(0)}, {"B", outs.size(1)}, {"H", outs.size(3)}, {"S", outs.size(2)}});
   else
     expect_shape(op, "lses", lses, {{"K", outs.size(0)}, {"H", outs.size(2)}, {"T", outs.size(1)}});
 

@@ -15,7 +15,8 @@ void view_dense(const Tensor& t, bool packed, const void*& data, int64_t (&strid
 void fill_dense(const Op& op, const Call& call, const Tensor& q, const Tensor& k, const Tensor& v, bool packed,
                 const OptionalTensor& sinks, const ScoreArgs& score, Attention16Params& params) {
   const int64_t token = packed ? 0 : 1;
-  if (k.dim() != token + 3) op.refuse("k", packed ? "shape (Tk, Hkv, D)" : "shape (B, Sk, Hkv, D)", "shape " + shape_of(k));
+  if (k.dim() != token + 3)
+    op.refuse("k", packed ? "shape (Tk, Hkv, D)" : "shape (B, Sk, Hkv, D)", "shape " + shape_of(k));
   const int64_t keys = k.size(token), kv_heads = k.size(token + 1);
   params.query = view_query(op, call, q, packed, kv_heads, "k");
   const int64_t batch = params.query.batch, head_dim = params.query.head_dim;
@@ -35,8 +36,8 @@ void fill_dense(const Op& op, const Call& call, const Tensor& q, const Tensor& k
 
 }  // namespace
 
-Results prefill(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& sinks, std::optional<double> scale,
-                bool causal, int64_t window_left, int64_t window_right, double softcap) {
+Results prefill(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& sinks,
+                std::optional<double> scale, bool causal, int64_t window_left, int64_t window_right, double softcap) {
   constexpr Op op("prefill");
   const Call call(op, q);
   Attention16Params params{};
@@ -47,8 +48,9 @@ Results prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Optiona
 }
 
 Results prefill_varlen(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
-                       const Tensor& cu_seqlens_k, const OptionalTensor& sinks, int64_t max_seqlen_q, int64_t max_seqlen_k,
-                       std::optional<double> scale, bool causal, int64_t window_left, int64_t window_right, double softcap) {
+                       const Tensor& cu_seqlens_k, const OptionalTensor& sinks, int64_t max_seqlen_q,
+                       int64_t max_seqlen_k, std::optional<double> scale, bool causal, int64_t window_left,
+                       int64_t window_right, double softcap) {
   constexpr Op op("prefill_varlen");
   const Call call(op, q);
   Attention16Params params{};
@@ -56,7 +58,8 @@ Results prefill_varlen(const Tensor& q, const Tensor& k, const Tensor& v, const 
   expect_at_least(op, "max_seqlen_q", max_seqlen_q, 0);
   expect_at_least(op, "max_seqlen_k", max_seqlen_k, 0);
   params.query.batch = view_cu_seqlens(op, call, "cu_seqlens_q", cu_seqlens_q, q, q.size(0), params.query.cu_seqlens_q);
-  if (view_cu_seqlens(op, call, "cu_seqlens_k", cu_seqlens_k, q, k.size(0), params.kv.cu_seqlens_k) != params.query.batch)
+  if (view_cu_seqlens(op, call, "cu_seqlens_k", cu_seqlens_k, q, k.size(0), params.kv.cu_seqlens_k) !=
+      params.query.batch)
     op.refuse("cu_seqlens_k", "as many elements as cu_seqlens_q, " + shape_of(cu_seqlens_q), shape_of(cu_seqlens_k));
   Results results = make_outputs(op, call, q, std::nullopt, params.query);
   call.run(&Backend::prefill, &Backend::attention_16_scratch_bytes, params);

@@ -4,27 +4,32 @@
 #include "ops/ops.h"
 
 // Optional tensors stand before the `*`: keyword-only tensors would rule out autograd registration.
-#define FLASHQ_MASK "float? scale=None, bool causal=False, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0"
-#define FLASHQ_CACHE                                                                                                     \
-  "SymInt max_seqlen_q=0, float? scale=None, bool causal=True, SymInt window_left=-1, float softcap=0.0, "               \
+#define FLASHQ_MASK \
+  "float? scale=None, bool causal=False, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0"
+#define FLASHQ_CACHE                                                                                       \
+  "SymInt max_seqlen_q=0, float? scale=None, bool causal=True, SymInt window_left=-1, float softcap=0.0, " \
   "SymInt kv_chunk=0, ScalarType? out_dtype=None"
 
 STABLE_TORCH_LIBRARY(flashq, m) {
   m.def("prefill(Tensor q, Tensor k, Tensor v, Tensor? sinks=None, *, " FLASHQ_MASK ") -> (Tensor, Tensor)");
-  m.def("prefill_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? sinks=None, *, "
-        "SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, " FLASHQ_MASK ") -> (Tensor, Tensor)");
-  m.def("decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seqlens, Tensor? block_table=None, "
-        "Tensor? cu_seqlens_q=None, Tensor? kv_start=None, Tensor? sinks=None, *, " FLASHQ_CACHE ") -> (Tensor, Tensor)");
+  m.def(
+      "prefill_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? sinks=None, *, "
+      "SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, " FLASHQ_MASK ") -> (Tensor, Tensor)");
+  m.def(
+      "decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seqlens, Tensor? block_table=None, "
+      "Tensor? cu_seqlens_q=None, Tensor? kv_start=None, Tensor? sinks=None, *, " FLASHQ_CACHE ") -> (Tensor, Tensor)");
   m.def("kv_append_(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots) -> ()");
   m.def("tbq4_quantize(Tensor x) -> (Tensor, Tensor)");
   m.def("tbq4_dequantize(Tensor codes, Tensor norms, *, ScalarType? dtype=None) -> Tensor");
   m.def("tbq4_rotate(Tensor x, *, bool inverse=False) -> Tensor");
-  m.def("tbq4_append_(Tensor k, Tensor v, Tensor(a!) k_codes, Tensor(b!) k_norms, Tensor(c!) v_codes, "
-        "Tensor(d!) v_norms, Tensor slots, Tensor? k_offsets=None) -> ()");
-  m.def("tbq4_attention(Tensor q, Tensor k_codes, Tensor k_norms, Tensor v_codes, Tensor v_norms, Tensor seqlens, "
-        "Tensor? block_table=None, Tensor? cu_seqlens_q=None, Tensor? kv_start=None, Tensor? sinks=None, "
-        "Tensor? k_offsets=None, Tensor? exact_k=None, Tensor? exact_v=None, Tensor? exact_block_table=None, *, "
-        "SymInt exact_first=0, SymInt exact_last=0, " FLASHQ_CACHE ") -> (Tensor, Tensor)");
+  m.def(
+      "tbq4_append_(Tensor k, Tensor v, Tensor(a!) k_codes, Tensor(b!) k_norms, Tensor(c!) v_codes, "
+      "Tensor(d!) v_norms, Tensor slots, Tensor? k_offsets=None) -> ()");
+  m.def(
+      "tbq4_attention(Tensor q, Tensor k_codes, Tensor k_norms, Tensor v_codes, Tensor v_norms, Tensor seqlens, "
+      "Tensor? block_table=None, Tensor? cu_seqlens_q=None, Tensor? kv_start=None, Tensor? sinks=None, "
+      "Tensor? k_offsets=None, Tensor? exact_k=None, Tensor? exact_v=None, Tensor? exact_block_table=None, *, "
+      "SymInt exact_first=0, SymInt exact_last=0, " FLASHQ_CACHE ") -> (Tensor, Tensor)");
   m.def("merge_states(Tensor outs, Tensor lses) -> (Tensor, Tensor)");
 }
 

@@ -12,7 +12,9 @@ void view_exact(const Op& op, const Tensor& q, const OptionalTensor& exact_k, co
   expect_at_least(op, "exact_last", exact_last, 0);
   const int given = exact_k.has_value() + exact_v.has_value() + table.has_value();
   if (given != 3 && (given != 0 || exact_first > 0 || exact_last > 0))
-    op.refuse(!exact_k ? "exact_k" : !exact_v ? "exact_v" : "exact_block_table",
+    op.refuse(!exact_k   ? "exact_k"
+              : !exact_v ? "exact_v"
+                         : "exact_block_table",
               "exact_k, exact_v and exact_block_table together (exact_first and exact_last need all three)", "None");
   if (given == 0) return;
   // Longer than any sequence, and far from overflow.
@@ -72,8 +74,8 @@ Results tbq4_attention(const Tensor& q, const Tensor& k_codes, const Tensor& k_n
                        const OptionalTensor& cu_seqlens_q, const OptionalTensor& kv_start, const OptionalTensor& sinks,
                        const OptionalTensor& k_offsets, const OptionalTensor& exact_k, const OptionalTensor& exact_v,
                        const OptionalTensor& exact_block_table, int64_t exact_first, int64_t exact_last,
-                       int64_t max_seqlen_q, std::optional<double> scale, bool causal, int64_t window_left, double softcap,
-                       int64_t kv_chunk, OptionalDtype out_dtype) {
+                       int64_t max_seqlen_q, std::optional<double> scale, bool causal, int64_t window_left,
+                       double softcap, int64_t kv_chunk, OptionalDtype out_dtype) {
   constexpr Op op("tbq4_attention");
   const Call call(op, q);
   if (k_codes.dim() != 4) op.refuse("k_codes", "shape (P, Hkv, N, D / 2)", "shape " + shape_of(k_codes));
@@ -100,11 +102,12 @@ Results tbq4_attention(const Tensor& q, const Tensor& k_codes, const Tensor& k_n
   kv.v_norms = planes.v_norms;
   kv.num_pages = planes.pages;
   kv.page_size = planes.page_size;
-  kv.k_offsets = view_offsets(op, k_offsets, planes.pages, kv_heads, params.query.head_dim, "q", q, kv.k_offsets_stride);
+  kv.k_offsets =
+      view_offsets(op, k_offsets, planes.pages, kv_heads, params.query.head_dim, "q", q, kv.k_offsets_stride);
   const int64_t batch = params.query.batch;
   view_exact(op, q, exact_k, exact_v, exact_block_table, batch, kv_heads, exact_first, exact_last, kv);
-  const int64_t capacity =
-      view_block_table(op, block_table, q, batch, "k_codes", planes.pages, planes.page_size, kv.block_table, kv.max_pages);
+  const int64_t capacity = view_block_table(op, block_table, q, batch, "k_codes", planes.pages, planes.page_size,
+                                            kv.block_table, kv.max_pages);
   if (call.on_cpu()) {
     check_lengths(op, params, capacity);
     check_pages(op, params);

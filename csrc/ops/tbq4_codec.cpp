@@ -70,8 +70,10 @@ Tensor tbq4_dequantize(const Tensor& codes, const Tensor& norms, OptionalDtype d
   params.codes.head_dim = params.norms.head_dim = head_dim;
   const std::vector<int64_t> expected = with_last(codes, head_dim / tbq4::block_width(head_dim));
   if (std::vector<int64_t>(norms.sizes().begin(), norms.sizes().end()) != expected)
-    op.refuse("norms", "codes' shape with " + std::to_string(expected.back()) + " as the last dimension, for codes of shape " +
-              shape_of(codes), "shape " + shape_of(norms));
+    op.refuse("norms",
+              "codes' shape with " + std::to_string(expected.back()) + " as the last dimension, for codes of shape " +
+                  shape_of(codes),
+              "shape " + shape_of(norms));
   const ScalarType out_dtype = dtype.value_or(ScalarType::Float);
   if (out_dtype != ScalarType::Float && out_dtype != ScalarType::Half && out_dtype != ScalarType::BFloat16)
     op.refuse("dtype", "None (torch.float32), torch.float16, torch.bfloat16 or torch.float32", to_text(out_dtype));

@@ -7,7 +7,8 @@ namespace flashq {
 Planes view_planes(const Op& op, const PlaneTensors& t, int64_t head_dim, int64_t kv_heads, const char* other_name,
                    const Tensor& other) {
   if (t.k_codes.dim() != 4) op.refuse("k_codes", "shape (P, Hkv, N, D / 2)", "shape " + shape_of(t.k_codes));
-  const int64_t pages = t.k_codes.size(0), page_size = t.k_codes.size(2), blocks = head_dim / tbq4::block_width(head_dim);
+  const int64_t pages = t.k_codes.size(0), page_size = t.k_codes.size(2),
+                blocks = head_dim / tbq4::block_width(head_dim);
   for (const auto& [name, plane] : {std::pair{"k_codes", &t.k_codes}, std::pair{"v_codes", &t.v_codes}}) {
     expect_dtype(op, name, *plane, {ScalarType::Byte});
     expect_same_device(op, name, *plane, other_name, other);
@@ -28,8 +29,8 @@ Planes view_planes(const Op& op, const PlaneTensors& t, int64_t head_dim, int64_
           .page_size = page_size};
 }
 
-const uint16_t* view_offsets(const Op& op, const OptionalTensor& k_offsets, int64_t pages, int64_t kv_heads, int64_t head_dim,
-                             const char* other_name, const Tensor& other, int64_t (&stride)[2]) {
+const uint16_t* view_offsets(const Op& op, const OptionalTensor& k_offsets, int64_t pages, int64_t kv_heads,
+                             int64_t head_dim, const char* other_name, const Tensor& other, int64_t (&stride)[2]) {
   if (!k_offsets) return nullptr;
   const Tensor& t = *k_offsets;
   expect_dtype(op, "k_offsets", t, {ScalarType::Half});

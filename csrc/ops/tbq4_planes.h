@@ -4,9 +4,7 @@
 
 namespace flashq {
 
-struct PlaneTensors {
-  const Tensor &k_codes, &k_norms, &v_codes, &v_norms;
-};
+struct PlaneTensors { const Tensor &k_codes, &k_norms, &v_codes, &v_norms; };
 struct Planes {
   uint8_t *k_codes, *v_codes;
   uint16_t *k_norms, *v_norms;
@@ -17,8 +15,8 @@ struct Planes {
 [[nodiscard]] Planes view_planes(const Op& op, const PlaneTensors& t, int64_t head_dim, int64_t kv_heads,
                                  const char* other_name, const Tensor& other);
 // fp16 (P, Hkv, D), unit last stride; null where absent.
-[[nodiscard]] const uint16_t* view_offsets(const Op& op, const OptionalTensor& k_offsets, int64_t pages, int64_t kv_heads,
-                                           int64_t head_dim, const char* other_name, const Tensor& other,
-                                           int64_t (&stride)[2]);
+[[nodiscard]] const uint16_t* view_offsets(const Op& op, const OptionalTensor& k_offsets, int64_t pages,
+                                           int64_t kv_heads, int64_t head_dim, const char* other_name,
+                                           const Tensor& other, int64_t (&stride)[2]);
 
 }  // namespace flashq

@@ -12,8 +12,8 @@ using cpu::Unit;
 
 // Rows of a unit, [KV head][row]: `head_rows` rows lie between the first rows of two heads.
 struct UnitRows {
-  const float* acc;        // (heads, head_rows, plan.width): sum of exp2(score - max) * v
-  const RowState* state;   // (heads, head_rows)
+  const float* acc;       // (heads, head_rows, plan.width): sum of exp2(score - max) * v
+  const RowState* state;  // (heads, head_rows)
   int64_t head_rows;
 };
 
@@ -32,7 +32,7 @@ FLASHQ_SIMD void copy_row(void* out, Dtype out_dtype, const void* from, Dtype dt
     std::memcpy(out, from, static_cast<size_t>(dim) * (dtype == Dtype::kFloat32 ? 4 : 2));
     return;
   }
-  auto* to = static_cast<float*>(out);   // the only other out_dtype
+  auto* to = static_cast<float*>(out);  // the only other out_dtype
   for (int64_t d = 0; d < dim; d += kLanes) {
     const VecF x = dtype == Dtype::kFloat16 ? widen_n(static_cast<const Fp16*>(from) + d, dim - d)
                                             : widen_n(static_cast<const Bf16*>(from) + d, dim - d);
@@ -44,11 +44,12 @@ FLASHQ_SIMD char* out_row(const QueryView& q, const Sequence& s, int64_t query, 
   return static_cast<char*>(q.out) + at * (q.out_dtype == Dtype::kFloat32 ? 4 : 2);
 }
 
-// Writes out and lse of row `row` from its state over all keys. `only_value(head, key)` is the value row of a key, in q's
-// dtype, for rows that see one key; null if the values are not stored in q's dtype.
+// Writes out and lse of row `row` from its state over all keys. `only_value(head, key)` is the value row of a key, in
+// q's dtype, for rows that see one key; null if the values are not stored in q's dtype.
 template <class OnlyValue>
-[[gnu::noinline]] void finish_row(const AttentionParams& p, const Sequence& s, int64_t kv_head, int64_t row, int64_t group,
-                                  SoftmaxState<Binary> state, const float* o, const OnlyValue& only_value) {
+[[gnu::noinline]] void finish_row(const AttentionParams& p, const Sequence& s, int64_t kv_head, int64_t row,
+                                  int64_t group, SoftmaxState<Binary> state, const float* o,
+                                  const OnlyValue& only_value) {
   const QueryView& q = p.query;
   const int64_t query = row / group, q_head = kv_head * group + row % group;
   char* out = out_row(q, s, query, q_head);
@@ -56,7 +57,7 @@ template <class OnlyValue>
   const float sink = p.score.sinks && !s.padding ? p.score.sinks[q_head * p.score.sinks_stride] : -kInf;
   const bool has_sink = sink != -kInf;
   const KeyRange keys = s.mask.visible(query);
-  if (keys.empty()) {   // whatever q holds
+  if (keys.empty()) {  // whatever q holds
     std::memset(out, 0, static_cast<size_t>(q.head_dim) * (q.out_dtype == Dtype::kFloat32 ? 4 : 2));
     *lse = sink;
     return;
@@ -65,22 +66,25 @@ template <class OnlyValue>
   if (has_sink) weight = merge(state, {sink * kLog2E, 1}).a;
   // In double: the two terms may cancel. A row of nothing but -inf has the sum 0: lse -inf, and out 0/0.
   *lse = static_cast<float>(state.max * 0.69314718055994530942 + log(static_cast<double>(state.sum)));
-  const void* value = keys.size() == 1 && !has_sink && __builtin_isfinite(*lse) ? only_value(kv_head, keys.begin) : nullptr;
-  if (value) copy_row(out, q.out_dtype, value, q.dtype, q.head_dim);
-  else store_row(out, q.out_dtype, o, weight, state.sum == 0 ? __builtin_nanf("") : state.sum, q.head_dim);
+  const void* value =
+      keys.size() == 1 && !has_sink && __builtin_isfinite(*lse) ? only_value(kv_head, keys.begin) : nullptr;
+  if (value)
+    copy_row(out, q.out_dtype, value, q.dtype, q.head_dim);
+  else
+    store_row(out, q.out_dtype, o, weight, state.sum == 0 ? __builtin_nanf("") : state.sum, q.head_dim);
 }
 
 // Merges the partials of a row in split order and writes the result.
 template <class OnlyValue>
-[[gnu::noinline]] void merge_row(const AttentionParams& p, const Plan& plan, const Sequence& s, int64_t kv_head, int64_t row,
-                                 const OnlyValue& only_value) {
-  alignas(64) float o[256];   // the largest head_dim
+[[gnu::noinline]] void merge_row(const AttentionParams& p, const Plan& plan, const Sequence& s, int64_t kv_head,
+                                 int64_t row, const OnlyValue& only_value) {
+  alignas(64) float o[256];  // the largest head_dim
   SoftmaxState<Binary> state;
   std::memset(o, 0, static_cast<size_t>(plan.width) * sizeof(float));
   for (int64_t split = 0; split < s.splits.count; ++split) {
     const float* part = plan.partial(s, kv_head, row, split);
     const MergeWeights w = merge(state, {part[plan.width], part[plan.width + 1]});
-    if (w.b == 0) continue;   // then a stays as it is
+    if (w.b == 0) continue;  // then a stays as it is
     for (int64_t d = 0; d < plan.width; d += kLanes) {
       const VecF b = mul(set1(w.b), load(part + d));
       store(o + d, w.a == 0 ? b : fma(set1(w.a), load(o + d), b));

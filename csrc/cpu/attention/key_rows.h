@@ -5,7 +5,7 @@
 namespace flashq::FLASHQ_ISA {
 namespace {
 
-alignas(64) constexpr float kZeroRow[256] = {};   // stands for keys that nobody sees: what lies there is never read
+alignas(64) constexpr float kZeroRow[256] = {};  // stands for keys that nobody sees: what lies there is never read
 
 // Offsets, in elements, of the keys of one sequence.
 class KeyRows {
@@ -24,7 +24,8 @@ class KeyRows {
   }
   template <class T> FLASHQ_SIMD const T* value(int64_t kv_head, int64_t key) const {
     const Place at = place(key);
-    return static_cast<const T*>(kv_.v) + at.page * kv_.v_stride[0] + at.slot * kv_.v_stride[1] + kv_head * kv_.v_stride[2];
+    return static_cast<const T*>(kv_.v) + at.page * kv_.v_stride[0] + at.slot * kv_.v_stride[1] +
+           kv_head * kv_.v_stride[2];
   }
 
   // Rows of keys [first_key, first_key + 64) of a KV head; keys without a bit in `needed` get zero rows, and neither
@@ -35,7 +36,7 @@ class KeyRows {
     const T* k0 = static_cast<const T*>(kv_.k) + kv_head * kv_.k_stride[2];
     const T* v0 = static_cast<const T*>(kv_.v) + kv_head * kv_.v_stride[2];
     const int64_t page_end = kv_.block_table.given() ? kv_.page_size : INT64_MAX;
-    Place at{0, page_end};   // forces a look-up
+    Place at{0, page_end};  // forces a look-up
     for (int i = 0; i < kTileK; ++i, ++at.slot) {
       if (!(needed >> i & 1)) {
         k[i] = v[i] = reinterpret_cast<const T*>(kZeroRow);
@@ -51,7 +52,7 @@ class KeyRows {
  private:
   const KvView& kv_;
   const Sequence& s_;
-  int shift_ = -1;   // page_size is 2^shift, or -1: 64-bit divisions cost a tenth of a decode step on small pages
+  int shift_ = -1;  // page_size is 2^shift, or -1: 64-bit divisions cost a tenth of a decode step on small pages
 };
 
 }  // namespace

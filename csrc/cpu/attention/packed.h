@@ -14,11 +14,11 @@
 namespace flashq::FLASHQ_ISA {
 namespace {
 
-constexpr int kRows = 6;                        // register tile: 6 rows x kVecs vectors, 24 of 32 zmm or 12 of 16
+constexpr int kRows = 6;  // register tile: 6 rows x kVecs vectors, 24 of 32 zmm or 12 of 16
 constexpr int kVecs = kLanes == 16 ? 4 : 2;
 constexpr int kCols = kVecs * kLanes;
-constexpr int64_t kBlockRows = 192;             // rows of a unit at most
-constexpr int64_t kChain = kLanes == 4 ? 16 : 32;   // words of a score added up in one go; without FMA each rounds twice
+constexpr int64_t kBlockRows = 192;                // rows of a unit at most
+constexpr int64_t kChain = kLanes == 4 ? 16 : 32;  // words of a score added up in one go; without FMA each rounds twice
 static_assert(kTileK % kCols == 0 && kBlockRows % kRows == 0);
 
 // c[kRows][kColVecs vectors] (+)= a[kRows][words] * b[words][...]. The sum over `words` starts from 0 and is added to c
@@ -125,7 +125,8 @@ template <class Words> class PackedBlock {
       state_[r] = empty_row();
       bits_[r] = 0;
     }
-    std::memset(q_ + rows_ * padded_words_, 0, static_cast<size_t>((padded_rows_ - rows_) * padded_words_) * sizeof(float));
+    std::memset(q_ + rows_ * padded_words_, 0,
+                static_cast<size_t>((padded_rows_ - rows_) * padded_words_) * sizeof(float));
     // Columns that pad the width are multiplied too: a NaN left there would be slow to carry along.
     std::memset(v_, 0, static_cast<size_t>(kTileK * width_) * sizeof(float));
   }
@@ -134,7 +135,7 @@ template <class Words> class PackedBlock {
     for (int64_t w = 0; w < words_; w += kLanes)
       store_words(q_ + row * padded_words_ + w, Words::load_row_n(from, w, words_ - w));
   }
-  FLASHQ_SIMD float* query(int64_t row) { return q_ + row * padded_words_; }   // words
+  FLASHQ_SIMD float* query(int64_t row) { return q_ + row * padded_words_; }  // words
   FLASHQ_SIMD float* acc(int64_t row) { return acc_ + row * width_; }
   FLASHQ_SIMD UnitRows rows() const { return {acc_, state_, padded_rows_}; }
 
@@ -165,14 +166,15 @@ template <class Words> class PackedBlock {
     const float* q = q_ + r * padded_words_;
     multiply_columns<Words, false>(q, padded_words_, k_, kTileK, min_of(words_, kChain), s_, kTileK, kTileK);
     for (int64_t w = kChain; w < words_; w += kChain)
-      multiply_columns<Words, true>(q + w, padded_words_, k_ + w * kTileK, kTileK, min_of(words_ - w, kChain), s_, kTileK,
-                                    kTileK);
+      multiply_columns<Words, true>(q + w, padded_words_, k_ + w * kTileK, kTileK, min_of(words_ - w, kChain), s_,
+                                    kTileK, kTileK);
     for (int i = 0; i < kRows; ++i) {
       VecF x[kN];
-      if (bits_[r + i] == 0) {   // also of padding rows
+      if (bits_[r + i] == 0) {  // also of padding rows
         for (int j = 0; j < kN; ++j) x[j] = zero();
       } else {
-        softmax_row<kExp2Degree>(s_ + i * kTileK, source.bias(r + i), bits_[r + i], rule, state_[r + i], acc(r + i), width_, x);
+        softmax_row<kExp2Degree>(s_ + i * kTileK, source.bias(r + i), bits_[r + i], rule, state_[r + i], acc(r + i),
+                                 width_, x);
       }
       Words::store_p(p_ + i * kWordsP, x);
     }
@@ -182,7 +184,7 @@ template <class Words> class PackedBlock {
   int64_t rows_, padded_rows_, head_dim_, words_, padded_words_, width_;
   float *k_, *v_, *s_, *p_, *q_, *acc_;
   RowState* state_;
-  uint64_t* bits_;   // of the current tile, by row
+  uint64_t* bits_;  // of the current tile, by row
 };
 
 }  // namespace

@@ -9,11 +9,11 @@
 namespace flashq::FLASHQ_ISA {
 namespace {
 
-constexpr int kN = kTileK / kLanes;   // vectors of a row of scores
+constexpr int kN = kTileK / kLanes;  // vectors of a row of scores
 
 struct RowState {
-  float max;   // of the scores, base 2
-  VecF sum;    // of exp2(score - max), one partial sum a lane: summed up once, at the end
+  float max;  // of the scores, base 2
+  VecF sum;   // of exp2(score - max), one partial sum a lane: summed up once, at the end
 
   FLASHQ_SIMD SoftmaxState<Binary> total() const { return {max, reduce_add(sum)}; }
 };
@@ -21,7 +21,7 @@ FLASHQ_SIMD RowState empty_row() { return {-kInf, zero()}; }
 
 // From q.k to a score in base 2: scale * log2(e) * q.k, or cap * log2(e) * tanh(scale / cap * q.k).
 struct ScoreRule {
-  float factor, cap;   // cap 0: off
+  float factor, cap;  // cap 0: off
 
   FLASHQ_SIMD explicit ScoreRule(const ScoreOptions& o)
       : factor(o.softcap > 0 ? o.scale / o.softcap : o.scale * kLog2E), cap(o.softcap > 0 ? o.softcap * kLog2E : 0) {}
@@ -49,16 +49,16 @@ FLASHQ_SIMD float softmax_row(const float* s, const float* bias, uint64_t bits, 
   VecF top = x[0];
 #pragma GCC unroll 16
   for (int j = 1; j < kN; ++j) top = max(top, x[j]);
-  const float tile_max = reduce_max(top);   // may miss a NaN; the sum below does not
+  const float tile_max = reduce_max(top);  // may miss a NaN; the sum below does not
   if (tile_max > row.max) {
-    if (row.max != -kInf) {   // else nothing is accumulated yet
+    if (row.max != -kInf) {  // else nothing is accumulated yet
       const VecF shrink = set1(exp2f(row.max - tile_max));
       row.sum = mul(row.sum, shrink);
       for (int64_t d = 0; d < acc_size; d += kLanes) store(acc + d, mul(load(acc + d), shrink));
     }
     row.max = tile_max;
   }
-  const VecF base = set1(row.max == -kInf ? 0.f : row.max);   // nothing but -inf so far: exp2(-inf - 0) = 0
+  const VecF base = set1(row.max == -kInf ? 0.f : row.max);  // nothing but -inf so far: exp2(-inf - 0) = 0
 #pragma GCC unroll 16
   for (int j = 0; j < kN; ++j) {
     x[j] = exp2<kDegree>(sub(x[j], base));

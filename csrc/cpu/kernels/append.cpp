@@ -4,9 +4,7 @@
 namespace flashq::FLASHQ_ISA {
 namespace {
 
-struct Place {
-  int64_t page, slot;
-};
+struct Place { int64_t page, slot; };
 FLASHQ_HOST Place place_of(int64_t slot, int64_t page_size) { return {slot / page_size, slot % page_size}; }
 
 void copy_tokens(const KvAppendParams& p, int64_t begin, int64_t end) {

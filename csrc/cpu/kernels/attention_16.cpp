@@ -6,8 +6,11 @@ namespace flashq::FLASHQ_ISA {
 namespace {
 
 cpu::PlanOptions options_of(const Attention16Params& p, int32_t workers) {
-  return {.few_rows = cpu::kFewRows, .few_rows_heads = few_rows_heads(p, workers), .block_rows = kBlockRows,
-          .page_size = p.kv.page_size, .cu_seqlens_k = p.kv.cu_seqlens_k};
+  return {.few_rows = cpu::kFewRows,
+          .few_rows_heads = few_rows_heads(p, workers),
+          .block_rows = kBlockRows,
+          .page_size = p.kv.page_size,
+          .cu_seqlens_k = p.kv.cu_seqlens_k};
 }
 
 int64_t worker_bytes(const Attention16Params& p, int32_t workers) {

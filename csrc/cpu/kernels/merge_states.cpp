@@ -76,11 +76,11 @@ Status merge_states(const MergeParams& p, const Launch& launch) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t head = i % p.heads, token = i / p.heads % p.tokens, b = i / p.heads / p.tokens;
       const int64_t from = b * p.outs_stride[1] + token * p.outs_stride[2] + head * p.outs_stride[3];
-      merge_row<decltype(dtype)>(
-          p, {.outs = static_cast<const char*>(p.outs) + from * bytes,
-              .lses = p.lses + b * p.lses_stride[1] + head * p.lses_stride[2] + token * p.lses_stride[3],
-              .out = static_cast<char*>(p.out) + i * p.head_dim * bytes,
-              .lse = p.lse + (b * p.heads + head) * p.tokens + token});
+      merge_row<decltype(dtype)>(p, {.outs = static_cast<const char*>(p.outs) + from * bytes,
+                                     .lses = p.lses + b * p.lses_stride[1] + head * p.lses_stride[2] +
+                                             token * p.lses_stride[3],
+                                     .out = static_cast<char*>(p.out) + i * p.head_dim * bytes,
+                                     .lse = p.lse + (b * p.heads + head) * p.tokens + token});
     }
   };
   const int64_t least = rows_of_50us((p.partials + 1) * p.head_dim * bytes, 4000);

@@ -13,7 +13,9 @@ template <class T> struct RowTiles {
   const Mask& mask;
   int64_t kv_head, head_dim;
 
-  FLASHQ_SIMD uint64_t bits(int64_t query, int64_t first_key) const { return tile_bits(mask.visible(query), first_key); }
+  FLASHQ_SIMD uint64_t bits(int64_t query, int64_t first_key) const {
+    return tile_bits(mask.visible(query), first_key);
+  }
   FLASHQ_SIMD static const float* bias(int64_t) { return nullptr; }
   FLASHQ_SIMD void pack(int64_t first_key, uint64_t needed, float* k, float* v) const {
     const T *k_rows[kTileK], *v_rows[kTileK];

@@ -66,12 +66,9 @@ class RowCursor {
 // Calls function(Float32{}), (Float16{}) or (Bfloat16{}).
 template <class Function> FLASHQ_HOST auto with_dtype(Dtype dtype, const Function& function) noexcept {
   switch (dtype) {
-    case Dtype::kFloat16:
-      return function(Float16{});
-    case Dtype::kBfloat16:
-      return function(Bfloat16{});
-    default:
-      return function(Float32{});
+    case Dtype::kFloat16: return function(Float16{});
+    case Dtype::kBfloat16: return function(Bfloat16{});
+    default: return function(Float32{});
   }
 }
 constexpr int kMaxHeadDim = 256;  // of TBQ4

@@ -18,8 +18,8 @@ FLASHQ_SIMD VecF sub(VecF a, VecF b) { return _mm256_sub_ps(a, b); }
 FLASHQ_SIMD VecF mul(VecF a, VecF b) { return _mm256_mul_ps(a, b); }
 FLASHQ_SIMD VecF div(VecF a, VecF b) { return _mm256_div_ps(a, b); }
 FLASHQ_SIMD VecF fma(VecF a, VecF b, VecF c) { return _mm256_fmadd_ps(a, b, c); }
-FLASHQ_SIMD VecF max(VecF a, VecF b) { return _mm256_max_ps(a, b); }   // b if either is NaN
-FLASHQ_SIMD VecF min(VecF a, VecF b) { return _mm256_min_ps(a, b); }   // the same
+FLASHQ_SIMD VecF max(VecF a, VecF b) { return _mm256_max_ps(a, b); }  // b if either is NaN
+FLASHQ_SIMD VecF min(VecF a, VecF b) { return _mm256_min_ps(a, b); }  // the same
 FLASHQ_SIMD VecF abs(VecF x) { return _mm256_andnot_ps(set1(-0.f), x); }
 FLASHQ_SIMD VecF copy_sign(VecF size, VecF sign) { return _mm256_or_ps(size, _mm256_and_ps(set1(-0.f), sign)); }
 FLASHQ_SIMD VecF round(VecF x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -63,7 +63,7 @@ FLASHQ_SIMD void narrow(float* p, VecF x) { store(p, x); }
 FLASHQ_SIMD void narrow(Fp16* p, VecF x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
-FLASHQ_SIMD void narrow(Bf16* p, VecF x) {   // nearest even; a NaN keeps a mantissa bit
+FLASHQ_SIMD void narrow(Bf16* p, VecF x) {  // nearest even; a NaN keeps a mantissa bit
   const __m256i w = _mm256_castps_si256(x);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(w, 16), _mm256_set1_epi32(1));
   __m256i r = _mm256_srli_epi32(_mm256_add_epi32(w, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
@@ -78,7 +78,7 @@ template <class T> FLASHQ_SIMD void narrow_n(T* p, VecF x, int64_t) { narrow(p, 
 // --- 32-bit words that hold codes, or pairs of 16-bit values
 FLASHQ_SIMD VecI load_words(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 FLASHQ_SIMD VecI load_words_n(const void* p, int64_t) { return load_words(p); }
-FLASHQ_SIMD VecI load_half(const void* p) { return load_words(p); }   // 32 bytes, a whole vector here
+FLASHQ_SIMD VecI load_half(const void* p) { return load_words(p); }  // 32 bytes, a whole vector here
 FLASHQ_SIMD void store_words(void* p, VecI x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
 FLASHQ_SIMD VecF as_float(VecI x) { return _mm256_castsi256_ps(x); }
 FLASHQ_SIMD VecI as_words(VecF x) { return _mm256_castps_si256(x); }

@@ -25,11 +25,11 @@ FLASHQ_SIMD VecF sub(VecF a, VecF b) { return a - b; }
 FLASHQ_SIMD VecF mul(VecF a, VecF b) { return a * b; }
 FLASHQ_SIMD VecF div(VecF a, VecF b) { return a / b; }
 FLASHQ_SIMD VecF fma(VecF a, VecF b, VecF c) { return a * b + c; }
-FLASHQ_SIMD VecF max(VecF a, VecF b) { return a > b ? a : b; }   // b if either is NaN
-FLASHQ_SIMD VecF min(VecF a, VecF b) { return a < b ? a : b; }   // the same
+FLASHQ_SIMD VecF max(VecF a, VecF b) { return a > b ? a : b; }  // b if either is NaN
+FLASHQ_SIMD VecF min(VecF a, VecF b) { return a < b ? a : b; }  // the same
 FLASHQ_SIMD VecF abs(VecF x) { return as_float(as_words(x) & 0x7fffffff); }
 FLASHQ_SIMD VecF copy_sign(VecF size, VecF sign) { return as_float(as_words(size) | (as_words(sign) & INT32_MIN)); }
-FLASHQ_SIMD VecF round(VecF x) {   // nearest even, for |x| < 2^22: beside 1.5 * 2^23 the grid has steps of 1
+FLASHQ_SIMD VecF round(VecF x) {  // nearest even, for |x| < 2^22: beside 1.5 * 2^23 the grid has steps of 1
   const VecF shift = set1(0x1.8p23f);
   return (x + shift) - shift;
 }

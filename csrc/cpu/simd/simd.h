@@ -1,5 +1,5 @@
-// A thin SIMD layer: what the attention kernels need, once for each ISA level. A kernel file includes this header and is
-// compiled once per level; -DFLASHQ_ISA names the namespace, so the copies never share a symbol.
+// A thin SIMD layer: what the attention kernels need, once for each ISA level. A kernel file includes this header and
+// is compiled once per level; -DFLASHQ_ISA names the namespace, so the copies never share a symbol.
 //
 // Everything is internal (unnamed namespace) and always inlined. That is not only for speed: a weak inline function
 // emitted by the AVX-512 object could be the copy that the linker keeps for all levels.
@@ -21,7 +21,7 @@ namespace {
 struct Fp16 { uint16_t bits; };
 struct Bf16 { uint16_t bits; };
 
-constexpr int kTileK = 64;   // keys of a tile, in every kernel: the bits of a uint64_t mask
+constexpr int kTileK = 64;  // keys of a tile, in every kernel: the bits of a uint64_t mask
 
 }  // namespace
 }  // namespace flashq::FLASHQ_ISA
@@ -46,8 +46,8 @@ template <> constexpr float kExp2Poly<4>[4] = {9.582852945e-03f, 5.590642616e-02
 template <> constexpr float kExp2Poly<6>[6] = {1.535336196e-04f, 1.339887502e-03f, 9.618436918e-03f,
                                                5.550332367e-02f, 2.402264774e-01f, 6.931471825e-01f};
 
-// 2^t for t <= 126: exactly 1 for 0, exactly 0 for -inf, NaN for NaN. The clamp is what turns -inf into 0 (its remainder
-// would be NaN); t is its second operand, because that one survives a NaN.
+// 2^t for t <= 126: exactly 1 for 0, exactly 0 for -inf, NaN for NaN. The clamp is what turns -inf into 0 (its
+// remainder would be NaN); t is its second operand, because that one survives a NaN.
 template <int kDegree> FLASHQ_SIMD VecF exp2(VecF t) {
   t = max(set1(kExp2Floor), t);
   const VecF n = round(t);
