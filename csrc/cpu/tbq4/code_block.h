@@ -180,8 +180,8 @@ template <int D> class CodeBlock {
     const int64_t fine = kInt16 ? find_fine_rows(k_norms, bits, first, last) : 0;
     if (fine < last - first)
       for (int n = 0; n < kBlocks; ++n) {
-        Math::expand_keys(p_.kv.k_codes + n * kWidth / 2, D / 2, tile, expanded_);
-        prefetch(next, n);
+        const uint8_t* codes = p_.kv.k_codes + n * kWidth / 2;
+        Math::expand_keys(codes, D / 2, tile, expanded_, prefetcher(codes, next));
         multiply_rows<Math>(last - first, q_ + (n * rows_ + first) * kWordsQ, kWordsQ, expanded_, kWordsQ, kTileK,
                             {s_ + first * kTileK, kTileK, q_unit_ + n * rows_ + first, 1, k_norms[n], n > 0});
       }
@@ -189,7 +189,8 @@ template <int D> class CodeBlock {
 
     for (int64_t r = first; r < last; ++r) weigh(r, tile, bits[r], v_norms);
     for (int n = 0; n < kBlocks; ++n) {
-      Math::expand_values(p_.kv.v_codes + n * kWidth / 2, D / 2, tile, expanded_);
+      const uint8_t* codes = p_.kv.v_codes + n * kWidth / 2;
+      Math::expand_values(codes, D / 2, tile, expanded_, prefetcher(codes, next));
       multiply_rows<Math>(last - first, weights_ + (n * rows_ + first) * kWordsP, kWordsP, expanded_, kWordsP, kWidth,
                           {acc_ + first * D + n * kWidth, D, weight_unit_ + n * rows_ + first, 1, nullptr, true});
     }
@@ -221,7 +222,7 @@ template <int D> class CodeBlock {
                                      int64_t last) {
     alignas(64) const float ones[kProductRows] = {1, 1, 1, 1, 1, 1};
     for (int n = 0; n < kBlocks; ++n) {
-      Fine::expand_keys(p_.kv.k_codes + n * kWidth / 2, D / 2, tile, expanded_);
+      Fine::expand_keys(p_.kv.k_codes + n * kWidth / 2, D / 2, tile, expanded_, [](int, int) {});
       for (int64_t r = first, end; r < last; r = end) {
         end = r + 1;
         if (fine_[r] == 0) continue;
@@ -273,11 +274,12 @@ template <int D> class CodeBlock {
     }
   }
 
-  FLASHQ_SIMD void prefetch(const TileRows& next, int block) const {
-    for (int i = 0; i < kTileK; ++i) {
-      prefetch_l2(p_.kv.k_codes + next.row[i] * (D / 2) + block * kWidth / 2);
-      prefetch_l2(p_.kv.v_codes + next.row[i] * (D / 2) + block * kWidth / 2);
-    }
+  // For expand_keys and expand_values: rows of the next tile, a few at a time. All at once they fill the queue of
+  // misses.
+  FLASHQ_SIMD static auto prefetcher(const uint8_t* codes, const TileRows& next) {
+    return [codes, &next](int begin, int end) {
+      for (int i = begin; i < end; ++i) prefetch_l2(codes + next.row[i] * (D / 2));
+    };
   }
 
   // From positions of the product to dims, and back to the domain of the values.

@@ -20,9 +20,12 @@ template <int kWidth> struct Fp32Math {
   }
 
   // b[dim][key]
-  FLASHQ_SIMD static void expand_keys(const uint8_t* codes, int64_t row_bytes, const TileRows& tile, float* b) {
+  template <class Prefetch>
+  FLASHQ_SIMD static void expand_keys(const uint8_t* codes, int64_t row_bytes, const TileRows& tile, float* b,
+                                      const Prefetch& prefetch) {
     const Levels level = levels();
-    for (int key = 0; key < kTileK; key += kLanes)
+    for (int key = 0; key < kTileK; key += kLanes) {
+      prefetch(key, key + kLanes);
       for (int word = 0; word < kCodeWords; word += kLanes) {
         VecI r[kLanes];
 #pragma GCC unroll 16
@@ -34,18 +37,23 @@ template <int kWidth> struct Fp32Math {
 #pragma GCC unroll 8
           for (int j = 0; j < 8; ++j) store(b + (8 * (word + i) + j) * kTileK + key, level(shift_right(r[i], 4 * j)));
       }
+    }
   }
   // b[key][position]; dim_of(position) is the dim.
-  FLASHQ_SIMD static void expand_values(const uint8_t* codes, int64_t row_bytes, const TileRows& tile, float* b) {
+  template <class Prefetch>
+  FLASHQ_SIMD static void expand_values(const uint8_t* codes, int64_t row_bytes, const TileRows& tile, float* b,
+                                        const Prefetch& prefetch) {
     static_assert(kCodeWords % kLanes == 0 || kLanes == 16, "16 lanes expand values in int16");
     const Levels level = levels();
-    for (int key = 0; key < kTileK; ++key)
+    for (int key = 0; key < kTileK; ++key) {
+      prefetch(key, key + 1);
       for (int word = 0; word < kCodeWords; word += kLanes) {
         const VecI codes_of_8 = load_words(codes + tile.row[key] * row_bytes + 4 * word);
 #pragma GCC unroll 8
         for (int j = 0; j < 8; ++j)
           store(b + key * kWidth + 8 * word + j * kLanes, level(shift_right(codes_of_8, 4 * j)));
       }
+    }
   }
   static constexpr int dim_of(int position) {
     const int chunk = position / (8 * kLanes), step = position / kLanes % 8, lane = position % kLanes;

@@ -84,12 +84,15 @@ template <int kWidth> struct Int16Math {
   static constexpr int kPairStep = 4;
 
   // b[word][key]
-  FLASHQ_SIMD static void expand_keys(const uint8_t* codes, int64_t row_bytes, const TileRows& tile, float* b) {
+  template <class Prefetch>
+  FLASHQ_SIMD static void expand_keys(const uint8_t* codes, int64_t row_bytes, const TileRows& tile, float* b,
+                                      const Prefetch& prefetch) {
     const Levels16 level(kLevels16.level);
     for (int key = 0; key < kTileK; key += kLanes) {
       VecI r[kLanes];
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) r[i] = load_words_n(codes + tile.row[key + i] * row_bytes, kCodeWords);
+      prefetch(key, key + kLanes);
       transpose(r);
 #pragma GCC unroll 16
       for (int w = 0; w < kCodeWords; ++w)
@@ -98,10 +101,13 @@ template <int kWidth> struct Int16Math {
     }
   }
   // b[key / 2][position]
-  FLASHQ_SIMD static void expand_values(const uint8_t* codes, int64_t row_bytes, const TileRows& tile, float* b) {
+  template <class Prefetch>
+  FLASHQ_SIMD static void expand_values(const uint8_t* codes, int64_t row_bytes, const TileRows& tile, float* b,
+                                        const Prefetch& prefetch) {
     const Levels16 level(kLevels16.level);
     for (int key = 0; key < kTileK; key += 2) {
       const uint8_t *even = codes + tile.row[key] * row_bytes, *odd = codes + tile.row[key + 1] * row_bytes;
+      prefetch(key, key + 2);
 #pragma GCC unroll 2
       for (int chunk = 0; chunk < kWidth / 64; ++chunk) {
         const VecI pairs = pair_rows(even + 32 * chunk, odd + 32 * chunk);  // 4 codes of either key a word
@@ -121,7 +127,9 @@ template <int kWidth> struct Int16Math {
 
   // b[word][key]. 16 keys at a time: two transposes of 8 rows, then pairs of bytes of all 16, in the order in which the
   // unpacking after the lookup leaves keys 0 .. 7 and 8 .. 15.
-  FLASHQ_SIMD static void expand_keys(const uint8_t* codes, int64_t row_bytes, const TileRows& tile, float* b) {
+  template <class Prefetch>
+  FLASHQ_SIMD static void expand_keys(const uint8_t* codes, int64_t row_bytes, const TileRows& tile, float* b,
+                                      const Prefetch& prefetch) {
     static constexpr int kEven[8] = {0, 2, 8, 10, 4, 6, 12, 14};
     const ByteLevels level;
     for (int key = 0; key < kTileK; key += 16)
@@ -130,6 +138,7 @@ template <int kWidth> struct Int16Math {
 #pragma GCC unroll 8
         for (int i = 0; i < 8; ++i) even[i] = load_words(codes + tile.row[key + kEven[i]] * row_bytes + 4 * word);
         transpose(even);
+        prefetch(key + word * 16 / kCodeWords, key + (word + 8) * 16 / kCodeWords);
 #pragma GCC unroll 8
         for (int i = 0; i < 8; ++i) odd[i] = load_words(codes + tile.row[key + kEven[i] + 1] * row_bytes + 4 * word);
         transpose(odd);
@@ -153,10 +162,13 @@ template <int kWidth> struct Int16Math {
     store_words(to + kTileK + 8, last);
   }
   // b[key / 2][position]
-  FLASHQ_SIMD static void expand_values(const uint8_t* codes, int64_t row_bytes, const TileRows& tile, float* b) {
+  template <class Prefetch>
+  FLASHQ_SIMD static void expand_values(const uint8_t* codes, int64_t row_bytes, const TileRows& tile, float* b,
+                                        const Prefetch& prefetch) {
     const ByteLevels level;
     for (int key = 0; key < kTileK; key += 2) {
       const uint8_t *even = codes + tile.row[key] * row_bytes, *odd = codes + tile.row[key + 1] * row_bytes;
+      prefetch(key, key + 2);
       float* to = b + key / 2 * kWidth;
 #pragma GCC unroll 2
       for (int chunk = 0; chunk < kWidth / 64; ++chunk) {
