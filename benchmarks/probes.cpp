@@ -77,26 +77,27 @@ double probe_bf16(int threads, int64_t steps) {
 #endif
 }
 
-// Bytes per second of reading [data, data + bytes) `passes` times, every thread its own part.
-double probe_read(const void* data, int64_t bytes, int threads, int64_t passes) {
+// Bytes per second of reading [data, data + bytes) `passes` times. Every thread reads its own part as `streams` runs side
+// by side: how many of them the hardware's prefetchers like best differs between machines.
+double probe_read(const void* data, int64_t bytes, int threads, int64_t passes, int streams) {
   typedef int64_t Words __attribute__((vector_size(kVectorBytes)));
-  constexpr int64_t kStep = 8 * kVectorBytes;
-  const int64_t part = bytes / threads / kStep * kStep;
+  constexpr int64_t kStep = 256;
+  const int64_t run = bytes / threads / streams / kStep * kStep;
   const double seconds = timed(threads, [=](int thread) {
-    const char* begin = static_cast<const char*>(data) + thread * part;
-    for (int64_t pass = 0; pass < passes; ++pass) {
-      Words sums[8] = {};
-      for (int64_t at = 0; at < part; at += kStep) {
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) {
-          Words word;
-          std::memcpy(&word, begin + at + i * kVectorBytes, sizeof word);
-          sums[i] += word;
+    const char* begin = static_cast<const char*>(data) + thread * run * streams;
+    Words sums[4] = {};
+    for (int64_t pass = 0; pass < passes; ++pass)
+      for (int64_t at = 0; at < run; at += kStep)
+        for (int stream = 0; stream < streams; ++stream) {
+          const char* from = begin + stream * run + at;
+          for (int64_t i = 0; i < kStep; i += kVectorBytes) {
+            Words word;
+            std::memcpy(&word, from + i, sizeof word);
+            sums[i / kVectorBytes % 4] += word;
+          }
         }
-      }
-      for (Words& sum : sums) keep(sum);
-    }
+    for (Words& sum : sums) keep(sum);
   });
-  return static_cast<double>(part) * threads * static_cast<double>(passes) / seconds;
+  return static_cast<double>(run) * streams * threads * static_cast<double>(passes) / seconds;
 }
 }
