@@ -24,13 +24,16 @@ def _git(*arguments: str) -> str | None:
 
 
 def describe_environment() -> dict[str, str | int | float | bool | None]:
-    """Facts for the header. `dirty`: tracked files differ from the commit; None outside a git checkout."""
+    """Facts for the header. `dirty`: tracked files differ from the commit; None outside a git checkout.
+
+    There, on a machine that got a copy of the tree, FLASHQ_COMMIT names the commit of the copy.
+    """
     status = _git("status", "--porcelain", "--untracked-files=no")
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": "python -m benchmarks " + shlex.join(sys.argv[1:]),
         "flashq": flashq.__version__,
-        "commit": _git("rev-parse", "--short=12", "HEAD"),
+        "commit": _git("rev-parse", "--short=12", "HEAD") or os.environ.get("FLASHQ_COMMIT"),
         "dirty": None if status is None else bool(status),
         "torch": torch.__version__,
         "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
