@@ -96,7 +96,7 @@ def measure(case: Case, seconds: float, device: str = "cpu") -> Result:
         name=case.name,
         unit=case.unit,
         rate=setup.work / statistics.median(taken[own]) / 1e9,
-        ceiling=statistics.median(ceilings) / 1e9 if ceilings else None,
+        ceiling=statistics.median(ceilings) / 1e9 if any(ceilings) else None,
         ratios={other: times_as_fast(taken, own, other) for other in others},
         seconds={name: spread_of(values) for name, values in taken.items()},
     )

@@ -1,5 +1,6 @@
 // What this machine can do at most: fused multiply-adds, bf16 dot products, reads from memory. Compiled on demand for the
-// host by probes.py, called through ctypes; every call starts its own threads, so give it milliseconds of work.
+// host by probes.py, called through ctypes; every call starts its own threads.
+#include <barrier>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -21,10 +22,17 @@ constexpr int kVectorBytes = 16;
 typedef float Vector __attribute__((vector_size(kVectorBytes)));
 constexpr int kChains = 12;  // independent sums: latency 4 times two units, and some slack; fits 16 registers
 
+// Seconds from when all threads have started to when the last one is done: starting 16 takes as long as some probes.
 template <class Body> double timed(int threads, Body body) {
-  const auto start = std::chrono::steady_clock::now();
+  std::barrier ready(threads);
   std::vector<std::thread> workers;
-  for (int t = 1; t < threads; ++t) workers.emplace_back(body, t);
+  for (int t = 1; t < threads; ++t)
+    workers.emplace_back([&, t] {
+      ready.arrive_and_wait();
+      body(t);
+    });
+  ready.arrive_and_wait();
+  const auto start = std::chrono::steady_clock::now();
   body(0);
   for (std::thread& worker : workers) worker.join();
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -83,6 +91,7 @@ double probe_read(const void* data, int64_t bytes, int threads, int64_t passes, 
   typedef int64_t Words __attribute__((vector_size(kVectorBytes)));
   constexpr int64_t kStep = 256;
   const int64_t run = bytes / threads / streams / kStep * kStep;
+  if (run == 0) return 0;
   const double seconds = timed(threads, [=](int thread) {
     const char* begin = static_cast<const char*>(data) + thread * run * streams;
     Words sums[4] = {};

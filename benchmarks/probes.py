@@ -64,11 +64,11 @@ def bf16_rate(steps: int = 1 << 20) -> float:
     return library().probe_bf16(torch.get_num_threads(), steps)
 
 
-def read_rate(tensors: list[Tensor], least_bytes: float = 2e8) -> float:
+def read_rate(tensors: list[Tensor], least_bytes: float = 1e9) -> float:
     """Bytes/s of reading the tensors' memory with all torch threads, over and over up to `least_bytes`.
 
     The best of several access patterns, because a ceiling that a kernel beats is none: 1 stream a thread reaches 16.7
-    GB/s on two Zen 3 cores, 8 streams 19.3.
+    GB/s on two Zen 3 cores, 8 streams 19.3. Tensors too small for every thread to get a stream do not count.
     """
     return max(_read_rate(tensors, least_bytes, streams) for streams in (1, 4, 8))
 
@@ -79,5 +79,6 @@ def _read_rate(tensors: list[Tensor], least_bytes: float, streams: int) -> float
         size = tensor.untyped_storage().nbytes()
         passes = max(1, round(least_bytes / len(tensors) / size))
         rate = library().probe_read(tensor.data_ptr(), size, torch.get_num_threads(), passes, streams)
-        total, seconds = total + size * passes, seconds + size * passes / rate
-    return total / seconds
+        if rate > 0:
+            total, seconds = total + size * passes, seconds + size * passes / rate
+    return total / seconds if seconds else 0.0

@@ -11,9 +11,9 @@ from cases import DTYPES, GROUPS, HEAD_DIMS, LAYOUTS, SCALES, SINKS, case_id, la
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashq import _C
+from flashq.cli.machine import cpu_levels
 
-ISAS = _C.cpu_isa_levels().split(", ")
+ISAS = cpu_levels().available
 # (causal, window_left, window_right)
 MASKS = ((False, -1, -1), (True, -1, -1), (True, 17, -1), (False, 5, 9), (False, -1, 3), (True, 0, 4), (False, 70, -1))
 
