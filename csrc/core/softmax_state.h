@@ -31,11 +31,12 @@ template <class Unit> struct SoftmaxState {
 };
 
 struct MergeWeights {
-  float a, b;  // what o of either side is multiplied by; exactly 0 means: leave that o out, whatever it holds
+  float a, b;  // what o of either side is multiplied by
 };
 
-// a <- a merged with b; the caller applies the weights to o. An empty side weighs 0 and leaves the other side's bits
-// alone. A NaN maximum or sum stays NaN.
+// a <- a merged with b; the caller applies the weights to o. An empty side weighs 0: leave its o out, whatever it
+// holds, and the other side keeps its bits. A side that is not empty may weigh 0 too, by underflow: its o still counts,
+// because a NaN in it has to stay. A NaN maximum or sum stays NaN.
 template <class Unit> FLASHQ_HD MergeWeights merge(SoftmaxState<Unit>& a, const SoftmaxState<Unit>& b) {
   if (b.empty()) return {1, 0};
   if (a.empty()) {

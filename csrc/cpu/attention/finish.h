@@ -74,6 +74,17 @@ template <class OnlyValue>
     store_row(out, q.out_dtype, o, weight, state.sum == 0 ? __builtin_nanf("") : state.sum, q.head_dim);
 }
 
+// a, o <- a, o merged with b, from, which is not empty.
+FLASHQ_SIMD void merge_output(SoftmaxState<Binary>& a, const SoftmaxState<Binary>& b, float* o, const float* from,
+                              int64_t width) {
+  const bool alone = a.empty();
+  const MergeWeights weight = merge(a, b);
+  for (int64_t d = 0; d < width; d += kLanes) {
+    const VecF x = mul(set1(weight.b), load(from + d));
+    store(o + d, alone ? x : fma(set1(weight.a), load(o + d), x));
+  }
+}
+
 // Merges the partials of a row in split order and writes the result.
 template <class OnlyValue>
 [[gnu::noinline]] void merge_row(const AttentionParams& p, const Plan& plan, const Sequence& s, int64_t kv_head,
@@ -83,12 +94,9 @@ template <class OnlyValue>
   std::memset(o, 0, static_cast<size_t>(plan.width) * sizeof(float));
   for (int64_t split = 0; split < s.splits.count; ++split) {
     const float* part = plan.partial(s, kv_head, row, split);
-    const MergeWeights w = merge(state, {part[plan.width], part[plan.width + 1]});
-    if (w.b == 0) continue;  // then a stays as it is
-    for (int64_t d = 0; d < plan.width; d += kLanes) {
-      const VecF b = mul(set1(w.b), load(part + d));
-      store(o + d, w.a == 0 ? b : fma(set1(w.a), load(o + d), b));
-    }
+    const SoftmaxState<Binary> of_split{part[plan.width], part[plan.width + 1]};
+    if (of_split.empty()) continue;
+    merge_output(state, of_split, o, part, plan.width);
   }
   finish_row(p, s, kv_head, row, plan.group, state, o, only_value);
 }

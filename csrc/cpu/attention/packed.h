@@ -90,8 +90,10 @@ FLASHQ_SIMD void pack_values(const T* const (&rows)[kTileK], int64_t dim, float*
 
 // The state of a block of rows and the loop over tiles. What tiles are made of is the Source's business:
 //   uint64_t bits(int64_t query, int64_t first_key)      the keys of the tile that a query reads
-//   void pack(int64_t first_key, uint64_t needed, float* k, float* v)   packed forms; zeros for keys not in `needed`
-//   const float* bias(int64_t row)                       64 values added to q.k of a row of the block, or null
+//   uint64_t readable(int64_t first_key)                 those that some query of the sequence reads
+//   void pack(int64_t first_key, uint64_t readable, float* k, float* v)   packed forms; zeros for other keys
+// A tile is packed for the whole sequence, not for the block's own rows: a NaN in a value also reaches rows of a stripe
+// that mask its key, and which rows those are must not depend on how the sequence is cut into blocks.
 template <class Words> class PackedBlock {
  public:
   static constexpr int kWordsP = kTileK / Words::kPerWord;
@@ -145,24 +147,24 @@ template <class Words> class PackedBlock {
     if (keys.empty()) return;
     for (int64_t first_key = keys.begin / kTileK * kTileK; first_key < keys.end; first_key += kTileK) {
       const uint64_t within = tile_bits(keys, first_key);
-      uint64_t needed = 0;
+      uint64_t any = 0;
       for (int64_t r = 0; r < rows_; ++r) {
         const int64_t row = first_row + r;
         bits_[r] = r > 0 && row % group != 0 ? bits_[r - 1] : source.bits(row / group, first_key) & within;
-        needed |= bits_[r];
+        any |= bits_[r];
       }
-      if (needed == 0) continue;
-      source.pack(first_key, needed, k_, v_);
+      if (any == 0) continue;
+      source.pack(first_key, source.readable(first_key), k_, v_);
       for (int64_t r = 0; r < padded_rows_; r += kRows) {
         uint64_t seen = 0;
         for (int i = 0; i < kRows; ++i) seen |= bits_[r + i];
-        if (seen) stripe<kExp2Degree>(r, rule, source);
+        if (seen) stripe<kExp2Degree>(r, rule);
       }
     }
   }
 
  private:
-  template <int kExp2Degree, class Source> FLASHQ_SIMD void stripe(int64_t r, const ScoreRule& rule, Source& source) {
+  template <int kExp2Degree> FLASHQ_SIMD void stripe(int64_t r, const ScoreRule& rule) {
     const float* q = q_ + r * padded_words_;
     multiply_columns<Words, false>(q, padded_words_, k_, kTileK, min_of(words_, kChain), s_, kTileK, kTileK);
     for (int64_t w = kChain; w < words_; w += kChain)
@@ -173,8 +175,7 @@ template <class Words> class PackedBlock {
       if (bits_[r + i] == 0) {  // also of padding rows
         for (int j = 0; j < kN; ++j) x[j] = zero();
       } else {
-        softmax_row<kExp2Degree>(s_ + i * kTileK, source.bias(r + i), bits_[r + i], rule, state_[r + i], acc(r + i),
-                                 width_, x);
+        softmax_row<kExp2Degree>(s_ + i * kTileK, nullptr, bits_[r + i], rule, state_[r + i], acc(r + i), width_, x);
       }
       Words::store_p(p_ + i * kWordsP, x);
     }

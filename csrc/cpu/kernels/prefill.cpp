@@ -16,10 +16,12 @@ template <class T> struct RowTiles {
   FLASHQ_SIMD uint64_t bits(int64_t query, int64_t first_key) const {
     return tile_bits(mask.visible(query), first_key);
   }
-  FLASHQ_SIMD static const float* bias(int64_t) { return nullptr; }
-  FLASHQ_SIMD void pack(int64_t first_key, uint64_t needed, float* k, float* v) const {
+  FLASHQ_SIMD uint64_t readable(int64_t first_key) const {
+    return tile_bits(mask.visible(0, mask.q_len - 1), first_key);
+  }
+  FLASHQ_SIMD void pack(int64_t first_key, uint64_t readable, float* k, float* v) const {
     const T *k_rows[kTileK], *v_rows[kTileK];
-    keys.locate(first_key, needed, kv_head, k_rows, v_rows);
+    keys.locate(first_key, readable, kv_head, k_rows, v_rows);
     pack_keys<Words>(k_rows, head_dim / Words::kPerWord, k);
     pack_values<Words>(v_rows, head_dim, v, cpu::padded_dim(head_dim));
   }

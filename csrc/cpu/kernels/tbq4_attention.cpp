@@ -31,11 +31,6 @@ template <int D, class T>
 void run_unit(const AttentionTbq4Params& p, const Plan& plan, const Unit& u, std::byte* scratch) {
   const QueryView& q = p.query;
   const Sequence& s = *u.sequence;
-  const auto no_value = [](int64_t, int64_t) -> const void* { return nullptr; };
-  if (s.padding) {  // no keys, and more rows than a block holds
-    for (int64_t r = u.row; r < u.row + u.rows; ++r) finish_row(p, s, u.head, r, plan.group, {}, nullptr, no_value);
-    return;
-  }
   CodeBlock<D> block(p, plan, u, scratch);
   if (!u.keys.empty()) {
     for (int64_t r = 0; r < u.rows; ++r) {
@@ -46,7 +41,7 @@ void run_unit(const AttentionTbq4Params& p, const Plan& plan, const Unit& u, std
     block.attend();
     if (block.selector().any_exact()) attend_exact<D, T>(p, plan, u, block, scratch + code_bytes(D));
   }
-  finish_unit(p, plan, u, block.rows(), no_value);
+  finish_unit(p, plan, u, block.rows(), [](int64_t, int64_t) -> const void* { return nullptr; });
 }
 
 template <int D> void run_dim(const AttentionTbq4Params& p, const Plan& plan, const Unit& u, std::byte* scratch) {

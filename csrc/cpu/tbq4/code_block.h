@@ -40,6 +40,14 @@ class KeySelector {
                                                          tile_bits(rule_.recent(s_.mask, query), first_key));
     return wanted ? wanted & held(first_key, wanted) : 0;
   }
+  // Of all queries together. The first query that sees a key reaches back furthest.
+  FLASHQ_SIMD uint64_t exact_of_any(int64_t first_key) const {
+    const int64_t last_query = s_.mask.q_len - 1;
+    const uint64_t wanted =
+        tile_bits(s_.mask.visible(0, last_query), first_key) &
+        (tile_bits(rule_.leading(s_.mask), first_key) | tile_bits(rule_.recent(s_.mask, 0), first_key));
+    return wanted ? held(first_key, wanted) : 0;
+  }
   FLASHQ_SIMD uint64_t coded(int64_t query, int64_t first_key) const {
     return on_ ? visible(query, first_key) & ~exact(query, first_key) : visible(query, first_key);
   }
@@ -75,7 +83,7 @@ template <int D> class CodeBlock {
  public:
   static constexpr int64_t scratch_bytes(int64_t rows) {
     const int64_t floats = rows * (3 * D + kBlocks * (kWordsQ + kWordsP) + kTileK) + kTileK * kWidth;
-    return floats * 4 + rows * int64_t{sizeof(RowState)} + round_up(rows * (2 * 8 + 4 * 4 * kBlocks + 8), 64);
+    return floats * 4 + rows * int64_t{sizeof(RowState)} + round_up(rows * (2 * 8 + 4 * (3 * kBlocks + 1)), 64);
   }
 
   // Rows of a unit; all start empty.
@@ -182,8 +190,8 @@ template <int D> class CodeBlock {
       for (int n = 0; n < kBlocks; ++n) {
         const uint8_t* codes = p_.kv.k_codes + n * kWidth / 2;
         Math::expand_keys(codes, D / 2, tile, expanded_, prefetcher(codes, next));
-        multiply_rows<Math>(last - first, q_ + (n * rows_ + first) * kWordsQ, kWordsQ, expanded_, kWordsQ, kTileK,
-                            {s_ + first * kTileK, kTileK, q_unit_ + n * rows_ + first, 1, k_norms[n], n > 0});
+        multiply_code_rows<Math>(last - first, q_ + (n * rows_ + first) * kWordsQ, kWordsQ, expanded_, kWordsQ, kTileK,
+                                 {s_ + first * kTileK, kTileK, q_unit_ + n * rows_ + first, 1, k_norms[n], n > 0});
       }
     if (fine > 0) fine_scores(tile, k_norms, first, last);
 
@@ -191,8 +199,9 @@ template <int D> class CodeBlock {
     for (int n = 0; n < kBlocks; ++n) {
       const uint8_t* codes = p_.kv.v_codes + n * kWidth / 2;
       Math::expand_values(codes, D / 2, tile, expanded_, prefetcher(codes, next));
-      multiply_rows<Math>(last - first, weights_ + (n * rows_ + first) * kWordsP, kWordsP, expanded_, kWordsP, kWidth,
-                          {acc_ + first * D + n * kWidth, D, weight_unit_ + n * rows_ + first, 1, nullptr, true});
+      multiply_code_rows<Math>(last - first, weights_ + (n * rows_ + first) * kWordsP, kWordsP, expanded_, kWordsP,
+                               kWidth,
+                               {acc_ + first * D + n * kWidth, D, weight_unit_ + n * rows_ + first, 1, nullptr, true});
     }
   }
 
@@ -227,8 +236,8 @@ template <int D> class CodeBlock {
         end = r + 1;
         if (fine_[r] == 0) continue;
         while (end < last && fine_[end] != 0 && end - r < kProductRows) ++end;
-        multiply_rows<Fine>(end - r, fine_q_ + r * D + n * kWidth, D, expanded_, kWidth, kTileK,
-                            {s_ + r * kTileK, kTileK, ones, 1, norms[n], n > 0});
+        multiply_code_rows<Fine>(end - r, fine_q_ + r * D + n * kWidth, D, expanded_, kWidth, kTileK,
+                                 {s_ + r * kTileK, kTileK, ones, 1, norms[n], n > 0});
       }
     }
   }

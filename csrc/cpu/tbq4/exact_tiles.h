@@ -12,10 +12,10 @@ template <class T> struct ExactTiles {
   int64_t kv_head, head_dim;
 
   FLASHQ_SIMD uint64_t bits(int64_t query, int64_t first_key) const { return select.exact(query, first_key); }
-  FLASHQ_SIMD static const float* bias(int64_t) { return nullptr; }
-  FLASHQ_SIMD void pack(int64_t first_key, uint64_t needed, float* k, float* v) const {
+  FLASHQ_SIMD uint64_t readable(int64_t first_key) const { return select.exact_of_any(first_key); }
+  FLASHQ_SIMD void pack(int64_t first_key, uint64_t readable, float* k, float* v) const {
     const T *k_rows[kTileK], *v_rows[kTileK];
-    keys.locate(first_key, needed, kv_head, k_rows, v_rows);
+    keys.locate(first_key, readable, kv_head, k_rows, v_rows);
     pack_keys<WordsF32>(k_rows, head_dim, k);
     pack_values<WordsF32>(v_rows, head_dim, v, head_dim);
   }
@@ -34,14 +34,10 @@ void attend_exact(const AttentionTbq4Params& p, const Plan& plan, const Unit& u,
   ExactTiles<T> tiles{KeyRows(p.kv.exact, *u.sequence), select, u.head, D};
   for (const KeyRange& range : ranges) exact.template attend<6>(range, u.row, plan.group, ScoreRule(p.score), tiles);
   for (int64_t r = 0; r < u.rows; ++r) {
+    const SoftmaxState<Binary> of_exact = exact.rows().state[r].total();
+    if (of_exact.empty()) continue;
     SoftmaxState<Binary> state = block.state(r).total();
-    const MergeWeights weight = merge(state, exact.rows().state[r].total());
-    if (weight.b == 0) continue;
-    float *to = block.acc(r), *from = exact.acc(r);
-    for (int d = 0; d < D; d += kLanes) {
-      const VecF x = mul(set1(weight.b), load(from + d));
-      store(to + d, weight.a == 0 ? x : fma(set1(weight.a), load(to + d), x));
-    }
+    merge_output(state, of_exact, block.acc(r), exact.acc(r), D);
     alignas(64) float sum[kLanes] = {state.sum};
     block.state(r) = {state.max, load(sum)};
   }

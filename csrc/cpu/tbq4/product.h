@@ -52,7 +52,8 @@ template <class Math, int kRows>
 }
 
 template <class Math, int kRows>
-FLASHQ_SIMD void multiply_columns(const float* a, int64_t lda, const float* b, int64_t words, int columns, Fold fold) {
+FLASHQ_SIMD void multiply_code_columns(const float* a, int64_t lda, const float* b, int64_t words, int columns,
+                                       Fold fold) {
   constexpr int kStep = product_vectors(kRows) * kLanes;
   for (int n = 0; n < columns; n += kStep, fold.c += kStep) {
     multiply_codes<Math, kRows>(a, lda, b + n, columns, words, fold);
@@ -62,18 +63,18 @@ FLASHQ_SIMD void multiply_columns(const float* a, int64_t lda, const float* b, i
 
 // The same for any number of rows. b is (words, columns); columns are a multiple of 64.
 template <class Math>
-FLASHQ_SIMD void multiply_rows(int64_t rows, const float* a, int64_t lda, const float* b, int64_t words, int columns,
-                               Fold fold) {
+FLASHQ_SIMD void multiply_code_rows(int64_t rows, const float* a, int64_t lda, const float* b, int64_t words,
+                                    int columns, Fold fold) {
   while (rows > 0) {
     // 7 and 8 rows as 4 and the rest: 6 and 1 would read b once more for a single row.
     const int64_t n = rows == 7 || rows == 8 ? 4 : min_of<int64_t>(rows, kProductRows);
     switch (n) {
-      case 1: multiply_columns<Math, 1>(a, lda, b, words, columns, fold); break;
-      case 2: multiply_columns<Math, 2>(a, lda, b, words, columns, fold); break;
-      case 3: multiply_columns<Math, 3>(a, lda, b, words, columns, fold); break;
-      case 4: multiply_columns<Math, 4>(a, lda, b, words, columns, fold); break;
-      case 5: multiply_columns<Math, 5>(a, lda, b, words, columns, fold); break;
-      default: multiply_columns<Math, 6>(a, lda, b, words, columns, fold); break;
+      case 1: multiply_code_columns<Math, 1>(a, lda, b, words, columns, fold); break;
+      case 2: multiply_code_columns<Math, 2>(a, lda, b, words, columns, fold); break;
+      case 3: multiply_code_columns<Math, 3>(a, lda, b, words, columns, fold); break;
+      case 4: multiply_code_columns<Math, 4>(a, lda, b, words, columns, fold); break;
+      case 5: multiply_code_columns<Math, 5>(a, lda, b, words, columns, fold); break;
+      default: multiply_code_columns<Math, 6>(a, lda, b, words, columns, fold); break;
     }
     rows -= n;
     a += n * lda;
