@@ -63,7 +63,7 @@ def check_16bit(op: str, *args: Tensor | None, threads: int = 1, **kwargs: Any) 
     assert not gap.isnan().any(), "out is NaN or infinite where it should not be"
     if gap.numel():
         assert gap.max() <= 2 * eager_gap.max() + 1e-5, f"{gap.max():.3g} against eager's {eager_gap.max():.3g}"
-        if gap.numel() >= 1000:  # the mean of a few roundings is luck
+        if gap.unique().numel() >= 1000:  # the mean of a few roundings is luck, also where heads are copies of one
             assert gap.mean() <= 1.5 * eager_gap.mean(), f"mean {gap.mean():.3g}, eager's {eager_gap.mean():.3g}"
     score = stats["max_score"] if stats else 0.0
     assert_lse(lse, true_lse, 1e-5 + 5e-7 * score if q.dtype == torch.float32 else 1e-4 + 1e-6 * score)

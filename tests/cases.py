@@ -13,7 +13,7 @@ from flashq import reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 40, 80, 96, 192, 256, 8)
-GROUPS = (1, 2, 3, 4, 6, 7, 8, 12, 63)  # query heads a KV head
+GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 63)  # query heads a KV head
 SCALES = (None, 0.3, -0.11, 0.0)
 SINKS = ("none", "some", "minus_inf")
 PAGE_SIZES = (16, 64, 1, 48, 256)
