@@ -140,12 +140,11 @@ def write_ninja_file() -> list[str]:
     ninja.rule("cxx", f"{cxx} {flags} $flags -MD -MF $out.d -c $in -o $out", depfile=True)
     ninja.rule("link", f"{cxx} -shared -Wl,--as-needed $in $flags -o $out", depfile=False)
 
-    base = ["-DFLASHQ_X86=1"] * X86
     archs = ";".join(cuda_archs()) if nvcc and sources("cuda/*.cu") else ""
     facts = {"VERSION": package_version(), "TORCH_VERSION": torch.version, "CUDA_ARCHS": archs}
     objects = [ninja.compile("cxx", Path("csrc/build_info.cpp"), [define(*fact) for fact in facts.items()])]
-    objects += [ninja.compile("cxx", source, base + TORCH_FLAGS) for source in sources("ops/*.cpp")]
-    objects += [ninja.compile("cxx", source, base) for source in sources("cpu/*.cpp")]
+    objects += [ninja.compile("cxx", source, TORCH_FLAGS) for source in sources("ops/*.cpp")]
+    objects += [ninja.compile("cxx", source, []) for source in sources("cpu/*.cpp")]
     for isa, isa_flags in ISA_FLAGS.items():
         kernels = sources("cpu/kernels/*.cpp")
         objects += [ninja.compile("cxx", source, [*isa_flags, f"-DFLASHQ_ISA={isa}"], f".{isa}") for source in kernels]

@@ -17,5 +17,6 @@ FLASHQ_EXPORT const char* flashq_describe_backend(bool cuda);
 FLASHQ_EXPORT const char* flashq_cpu_isa();
 // The levels that this CPU can run, slowest first, separated by ", ".
 FLASHQ_EXPORT const char* flashq_cpu_isa_levels();
-// Chooses a level from now on, for tests. Returns 0, or -1 where this CPU has no such level; then nothing changes.
+// Chooses a level from now on, for tests. Returns 0, or -1 where this CPU has no such level; then nothing changes. No
+// op may be running: it asks for scratch and uses it in two steps, and levels need different sizes.
 FLASHQ_EXPORT int flashq_set_cpu_isa(const char* name);

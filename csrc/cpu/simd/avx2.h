@@ -23,7 +23,6 @@ FLASHQ_SIMD VecF min(VecF a, VecF b) { return _mm256_min_ps(a, b); }  // the sam
 FLASHQ_SIMD VecF abs(VecF x) { return _mm256_andnot_ps(set1(-0.f), x); }
 FLASHQ_SIMD VecF copy_sign(VecF size, VecF sign) { return _mm256_or_ps(size, _mm256_and_ps(set1(-0.f), sign)); }
 FLASHQ_SIMD VecF round(VecF x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-FLASHQ_SIMD float first_lane(VecF x) { return _mm256_cvtss_f32(x); }
 FLASHQ_SIMD float reduce_max(VecF x) {
   __m128 m = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   m = _mm_max_ps(m, _mm_movehl_ps(m, m));
@@ -78,13 +77,11 @@ template <class T> FLASHQ_SIMD void narrow_n(T* p, VecF x, int64_t) { narrow(p, 
 // --- 32-bit words that hold codes, or pairs of 16-bit values
 FLASHQ_SIMD VecI load_words(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 FLASHQ_SIMD VecI load_words_n(const void* p, int64_t) { return load_words(p); }
-FLASHQ_SIMD VecI load_half(const void* p) { return load_words(p); }  // 32 bytes, a whole vector here
 FLASHQ_SIMD void store_words(void* p, VecI x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
 FLASHQ_SIMD VecF as_float(VecI x) { return _mm256_castsi256_ps(x); }
 FLASHQ_SIMD VecI as_words(VecF x) { return _mm256_castps_si256(x); }
 FLASHQ_SIMD VecF to_float(VecI x) { return _mm256_cvtepi32_ps(x); }
 FLASHQ_SIMD VecI shift_right(VecI x, int bits) { return bits ? _mm256_srli_epi32(x, bits) : x; }
-FLASHQ_SIMD VecF permute(VecF x, VecI lane) { return _mm256_permutevar8x32_ps(x, lane); }
 
 // 8 x 8 words, in place: 24 shuffles.
 FLASHQ_SIMD void transpose(VecI (&r)[kLanes]) {

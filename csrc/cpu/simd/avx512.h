@@ -33,7 +33,6 @@ FLASHQ_SIMD VecF min(VecF a, VecF b) { return _mm512_min_ps(a, b); }  // the sam
 FLASHQ_SIMD VecF abs(VecF x) { return _mm512_abs_ps(x); }
 FLASHQ_SIMD VecF copy_sign(VecF size, VecF sign) { return _mm512_or_ps(size, _mm512_and_ps(set1(-0.f), sign)); }
 FLASHQ_SIMD VecF round(VecF x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-FLASHQ_SIMD float first_lane(VecF x) { return _mm512_cvtss_f32(x); }
 FLASHQ_SIMD float reduce_max(VecF x) { return _mm512_reduce_max_ps(x); }
 FLASHQ_SIMD float reduce_add(VecF x) { return _mm512_reduce_add_ps(x); }
 
@@ -71,15 +70,11 @@ template <class T> FLASHQ_SIMD void narrow(T* p, VecF x) { narrow_n(p, x, kLanes
 // --- 32-bit words that hold codes, or pairs of 16-bit values
 FLASHQ_SIMD VecI load_words(const void* p) { return _mm512_loadu_si512(p); }
 FLASHQ_SIMD VecI load_words_n(const void* p, int64_t count) { return _mm512_maskz_loadu_epi32(first_lanes(count), p); }
-FLASHQ_SIMD VecI load_half(const void* p) {  // 32 bytes, upper lanes 0
-  return _mm512_zextsi256_si512(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
-}
 FLASHQ_SIMD void store_words(void* p, VecI x) { _mm512_storeu_si512(p, x); }
 FLASHQ_SIMD VecF as_float(VecI x) { return _mm512_castsi512_ps(x); }
 FLASHQ_SIMD VecI as_words(VecF x) { return _mm512_castps_si512(x); }
 FLASHQ_SIMD VecF to_float(VecI x) { return _mm512_cvtepi32_ps(x); }
 FLASHQ_SIMD VecI shift_right(VecI x, int bits) { return bits ? _mm512_srli_epi32(x, static_cast<unsigned>(bits)) : x; }
-FLASHQ_SIMD VecF permute(VecF x, VecI lane) { return _mm512_permutexvar_ps(lane, x); }
 
 // 16 x 16 words, in place: 64 shuffles.
 FLASHQ_SIMD void transpose(VecI (&r)[kLanes]) {

@@ -33,7 +33,6 @@ FLASHQ_SIMD VecF round(VecF x) {  // nearest even, for |x| < 2^22: beside 1.5 * 
   const VecF shift = set1(0x1.8p23f);
   return (x + shift) - shift;
 }
-FLASHQ_SIMD float first_lane(VecF x) { return x[0]; }
 FLASHQ_SIMD float reduce_max(VecF x) {
   const VecF m = max(x, __builtin_shufflevector(x, x, 2, 3, 2, 3));
   return m[0] > m[1] ? m[0] : m[1];
@@ -94,7 +93,6 @@ FLASHQ_SIMD VecI shift_right(VecI x, int bits) {
   typedef uint32_t VecU __attribute__((vector_size(16)));
   return (VecI)((VecU)x >> static_cast<uint32_t>(bits));
 }
-FLASHQ_SIMD VecF permute(VecF x, VecI lane) { return VecF{x[lane[0]], x[lane[1]], x[lane[2]], x[lane[3]]}; }
 
 // 4 x 4 words, in place.
 FLASHQ_SIMD void transpose(VecI (&r)[kLanes]) {

@@ -191,7 +191,7 @@ template <int D> class CodeBlock {
         const uint8_t* codes = p_.kv.k_codes + n * kWidth / 2;
         Math::expand_keys(codes, D / 2, tile, expanded_, prefetcher(codes, next));
         multiply_code_rows<Math>(last - first, q_ + (n * rows_ + first) * kWordsQ, kWordsQ, expanded_, kWordsQ, kTileK,
-                                 {s_ + first * kTileK, kTileK, q_unit_ + n * rows_ + first, 1, k_norms[n], n > 0});
+                                 {s_ + first * kTileK, kTileK, q_unit_ + n * rows_ + first, k_norms[n], n > 0});
       }
     if (fine > 0) fine_scores(tile, k_norms, first, last);
 
@@ -201,7 +201,7 @@ template <int D> class CodeBlock {
       Math::expand_values(codes, D / 2, tile, expanded_, prefetcher(codes, next));
       multiply_code_rows<Math>(last - first, weights_ + (n * rows_ + first) * kWordsP, kWordsP, expanded_, kWordsP,
                                kWidth,
-                               {acc_ + first * D + n * kWidth, D, weight_unit_ + n * rows_ + first, 1, nullptr, true});
+                               {acc_ + first * D + n * kWidth, D, weight_unit_ + n * rows_ + first, nullptr, true});
     }
   }
 
@@ -237,7 +237,7 @@ template <int D> class CodeBlock {
         if (fine_[r] == 0) continue;
         while (end < last && fine_[end] != 0 && end - r < kProductRows) ++end;
         multiply_code_rows<Fine>(end - r, fine_q_ + r * D + n * kWidth, D, expanded_, kWidth, kTileK,
-                                 {s_ + r * kTileK, kTileK, ones, 1, norms[n], n > 0});
+                                 {s_ + r * kTileK, kTileK, ones, norms[n], n > 0});
       }
     }
   }

@@ -12,8 +12,7 @@ constexpr int product_vectors(int rows) { return kLanes == 16 ? 4 : rows == 1 ? 
 struct Fold {
   float* c;  // (rows, ldc)
   int64_t ldc;
-  const float* row_factor;  // (rows), `row_stride` apart
-  int64_t row_stride;
+  const float* row_factor;     // (rows)
   const float* column_factor;  // (columns), or null: 1
   bool add;
 };
@@ -40,7 +39,7 @@ template <class Math, int kRows>
   }
 #pragma GCC unroll 6
   for (int i = 0; i < kRows; ++i) {
-    const VecF row_factor = set1(fold.row_factor[i * fold.row_stride]);
+    const VecF row_factor = set1(fold.row_factor[i]);
 #pragma GCC unroll 8
     for (int j = 0; j < kVectors; ++j) {
       VecF x = mul(Math::value(sum[i][j]), row_factor);
@@ -79,7 +78,7 @@ FLASHQ_SIMD void multiply_code_rows(int64_t rows, const float* a, int64_t lda, c
     rows -= n;
     a += n * lda;
     fold.c += n * fold.ldc;
-    fold.row_factor += n * fold.row_stride;
+    fold.row_factor += n;
   }
 }
 
