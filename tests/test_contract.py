@@ -65,7 +65,7 @@ def seen_keys(op: str, q_len: int, kv_len: int, **options: int | bool) -> list[s
 
 @pytest.mark.contract(5)
 @pytest.mark.parametrize("op", ATTENTION)
-@pytest.mark.parametrize("lengths", [(1, 1), (3, 7), (7, 3), (20, 20), (5, 64), (33, 1)])
+@pytest.mark.parametrize("lengths", [(1, 1), (3, 7), (7, 3), (8, 40), (20, 20), (5, 64), (33, 1)])
 def test_who_sees_whom(op: str, lengths: tuple[int, int], isa: str) -> None:
     q_len, kv_len = lengths
     off = kv_len - q_len
@@ -561,8 +561,26 @@ def test_strided_inputs_give_the_bits_of_contiguous_ones(layout: str, isa: str) 
         q, k, v = (randn(2, 40, h, 80, dtype=dtype, seed=h) for h in (4, 2, 3))
         v = v[:, :, :2].contiguous()
         for op in ("prefill", "decode"):
-            plain, strided = attend(op, q, k, v), attend(op, *(lay_out(x, layout) for x in (q, k, v)))
-            assert all(map(torch.equal, plain, strided))
+            plain = attend(op, q, k, v)
+            for which in ((0,), (1,), (2,), (0, 1, 2)):  # each has strides of its own
+                strided = attend(op, *(lay_out(x, layout) if i in which else x for i, x in enumerate((q, k, v))))
+                assert all(map(torch.equal, plain, strided))
+
+
+@pytest.mark.contract(2)
+@pytest.mark.parametrize("layout", ["heads_first", "padded"])
+def test_an_exact_pool_of_any_strides_gives_the_bits_of_a_contiguous_one(layout: str, isa: str) -> None:
+    q, k, v = (randn(1, n, h, 64, seed=h) for n, h in ((2, 4), (40, 2), (40, 3)))
+    v = v[:, :, :2].contiguous()
+
+    def run(exact_k: Tensor, exact_v: Tensor) -> tuple[Tensor, Tensor]:
+        pool = {"exact_k": exact_k, "exact_v": exact_v, "exact_block_table": torch.tensor([[0]])}
+        return attend("tbq4_attention", q, k, v, exact_first=4, exact_last=20, **pool)
+
+    # attend() encodes k and v; the pool holds them as they are.
+    plain = run(k, v)
+    for strided in ((lay_out(k, layout), v), (k, lay_out(v, layout))):
+        assert all(map(torch.equal, plain, run(*strided)))
 
 
 def gradient_calls() -> dict[str, tuple[Tensor, ...]]:

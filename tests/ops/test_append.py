@@ -40,6 +40,24 @@ def test_kv_append(page_size: int, dtype: torch.dtype, layout: str, isa: str) ->
                 torch.testing.assert_close(got, truth, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.contract(2)
+@pytest.mark.parametrize("strided", range(4))
+def test_every_tensor_of_an_append_has_strides_of_its_own(strided: int, isa: str) -> None:
+    tensors = [randn(n, *page, 2, 24, seed=i) for i, (n, page) in enumerate([(5, ()), (5, ()), (3, (4,)), (3, (4,))])]
+    k, v, *caches = (lay_out(x, "padded") if i == strided else x.clone() for i, x in enumerate(tensors))
+    slots = torch.tensor([11, 0, 6, -1, 3])
+    flashq.kv_append_(k, v, *caches, slots)
+    reference.kv_append_(*tensors, slots)
+    assert all(map(torch.equal, caches, tensors[2:]))
+    if strided < 2:  # planes are contiguous
+        k, v = (randn(5, 2, 64, seed=i) for i in range(2))
+        codes, norms = torch.zeros(3, 2, 4, 32, dtype=torch.uint8), torch.zeros(3, 2, 4, 1, dtype=torch.float16)
+        got, expected = ([x.clone() for x in (codes, norms, codes, norms)] for _ in range(2))
+        flashq.tbq4_append_(*(lay_out(x, "padded") if i == strided else x for i, x in enumerate((k, v))), *got, slots)
+        reference.tbq4_append_(k, v, *expected, slots)
+        assert all(map(torch.equal, got, expected))
+
+
 @pytest.mark.contract(2, 3, 9, 17)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
