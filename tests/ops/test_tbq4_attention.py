@@ -236,6 +236,36 @@ def test_tbq4_attention_of_any_size(causal: bool, left: int, **case: object) -> 
     check_tbq4(*args, **options)
 
 
+@pytest.mark.contract(8, 9)
+@pytest.mark.parametrize("window_left", [-1, 7])
+def test_pages_that_every_query_reads_exactly_need_no_page_of_codes(window_left: int, isa: str) -> None:
+    """Their table entries may hold anything. An entry that some query needs for codes has to be a page."""
+    length, page_size, q = 96, 16, randn(1, 2, 4, 64, seed=2)
+    cache = page_out([randn(length, 2, 64)], [randn(length, 2, 64, seed=1)], page_size)
+    pool, planes = cache.k, encode_pages(cache)
+
+    def attend(spoilt: list[int], exact_table: torch.Tensor = cache.block_table) -> list[torch.Tensor]:
+        table = cache.block_table.clone()
+        table[0, spoilt] = 2147480000
+        return list(
+            flashq.tbq4_attention(
+                q, *planes[:4], planes.seqlens, table, exact_k=pool, exact_v=cache.v, exact_block_table=exact_table,
+                exact_first=16, exact_last=17, window_left=window_left,
+            )
+        )  # fmt: skip
+
+    needless = [0, 5] if window_left < 0 else [0, 1, 2, 3, 4, 5]  # the window ends among the recent tokens
+    assert all(map(torch.equal, attend(needless), attend([])))
+    if window_left < 0:
+        for entry in (1, 4):  # the last query reads tokens 16 to 78 from codes
+            with pytest.raises(RuntimeError, match=rf"block_table\[0, {entry}\]: expected a page from 0"):
+                attend([entry])
+    holes = cache.block_table.clone()
+    holes[0, 5] = -1
+    with pytest.raises(RuntimeError, match=r"block_table\[0, 5\]: expected a page from 0"):
+        attend([5], holes)
+
+
 @pytest.mark.contract(13)
 def test_chunked_prompts_give_the_same_rows(isa: str) -> None:
     """The same planes and exact pool, read by a prompt at once or in chunks: the same rows up to rounding."""
