@@ -133,7 +133,7 @@ def write_ninja_file() -> list[str]:
     torch_lib.symlink_to(torch.path / "lib")
 
     werror = os.environ.get("FLASHQ_WERROR") == "1"
-    prefix_map = "-ffile-prefix-map=$$PWD=."  # the shell's, so that a moved tree keeps its commands and objects
+    prefix_map = '-ffile-prefix-map="$$PWD"=.'  # the shell's, so that a moved tree keeps its commands and objects
     cxx = os.environ.get("CXX", "c++")
     flags = " ".join([*CXX_FLAGS, prefix_map] + ["-Werror"] * werror)
     ninja = Ninja()

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 
 from benchmarks import compare, cpu, probes, report
 from benchmarks.environment import describe_environment
 from benchmarks.measure import Case, Result, measure
 from flashq.cli import machine
+from flashq.cli.output import progress_bar
 from flashq.cli.timing import format_seconds
 
 
@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
 def measure_all(cases: list[Case], seconds: float, console: Console) -> list[Result]:
     """Measure the rows, with one line for each as it is done."""
     results = []
-    with Progress(console=console, transient=True) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("", total=len(cases))
         for case in cases:
             progress.update(task, description=case.name)

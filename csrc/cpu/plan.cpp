@@ -8,7 +8,8 @@ namespace {
 
 constexpr int64_t kAlign = 64;
 constexpr int64_t kMinBlockRows = 48;
-constexpr double kSmallWork = 50e3;  // ns; waking a sleeping pool costs about as much
+constexpr int64_t kMostPartials = int64_t{1} << 48;  // no allocator has room for so many
+constexpr double kSmallWork = 50e3;                  // ns; waking a sleeping pool costs about as much
 
 struct Totals {
   int64_t sequences = 0, units = 0, partials = 0, counters = 0;
@@ -72,10 +73,13 @@ void add(const AttentionParams& p, Sequence& s, Totals& totals) {
   s.first_partial = totals.partials;
   s.first_counter = totals.counters;
   totals.sequences += 1;
-  totals.units += s.head_blocks * s.row_blocks * s.splits.count;
+  const int64_t rows = q.kv_heads * s.rows;
+  const bool endless = s.splits.count > kMostPartials / rows;
+  const int64_t units = endless ? kMostPartials : s.head_blocks * s.row_blocks * s.splits.count;
+  totals.units = min_of(totals.units + units, kMostPartials);
   if (s.splits.count > 1) {
     totals.counters += s.head_blocks * s.row_blocks;
-    totals.partials += q.kv_heads * s.rows * s.splits.count;
+    totals.partials = min_of(totals.partials + (endless ? kMostPartials : rows * s.splits.count), kMostPartials);
   }
   // Per key and KV head: 4 D FLOP a row at about 60 a nanosecond, 4 D bytes at about 20.
   const double keys = static_cast<double>(seen.size()), dim = static_cast<double>(q.head_dim);
@@ -88,7 +92,7 @@ void add(const AttentionParams& p, Sequence& s, Totals& totals) {
 // Calls f(sequence) for every sequence that has rows, in the order of the batch.
 template <class F> void for_each(const AttentionParams& p, const PlanOptions& options, int64_t block_rows, F f) {
   const QueryView& q = p.query;
-  if (q.q_heads == 0 || q.kv_heads == 0) return;
+  if (q.total_tokens == 0) return;  // however many sequences
   for (int64_t b = 0; b < q.batch; ++b) {
     Sequence s = describe(p, options, b, block_rows);
     if (s.rows > 0) f(s);
@@ -125,7 +129,7 @@ struct Layout {
     sequences = take(totals.sequences * int64_t{sizeof(Sequence)});
     arrived = take(totals.counters * int64_t{sizeof(int32_t)});
     partials = take(totals.partials * stride * int64_t{sizeof(float)});
-    workers = take(worker_count * round_up(worker_bytes, kAlign));
+    workers = take(min_of<int64_t>(worker_count, totals.units) * round_up(worker_bytes, kAlign));
   }
 };
 

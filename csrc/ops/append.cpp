@@ -45,7 +45,7 @@ void kv_append_(const Tensor& k, const Tensor& v, const Tensor& k_cache, const T
   if (k_cache.dim() != 4) op.refuse("k_cache", "shape (P, N, Hkv, D)", "shape " + shape_of(k_cache));
   const int64_t pages = k_cache.size(0), page_size = k_cache.size(1);
   KvAppendParams params{};
-  params.source = view_source(op, call, k, v, slots, pages * page_size);
+  params.source = view_source(op, call, k, v, slots, capacity_of(pages, page_size));
   for (const auto& [name, t] : {std::pair{"k_cache", &k_cache}, std::pair{"v_cache", &v_cache}}) {
     expect_same_dtype(op, name, *t, "k", k);
     expect_same_device(op, name, *t, "k", k);
@@ -72,7 +72,7 @@ void tbq4_append_(const Tensor& k, const Tensor& v, const Tensor& k_codes, const
   expect_tbq4_head_dim(op, "k", head_dim);
   const Planes planes = view_planes(op, {k_codes, k_norms, v_codes, v_norms}, head_dim, kv_heads, "k", k);
   Tbq4AppendParams params{};
-  params.source = view_source(op, call, k, v, slots, planes.pages * planes.page_size);
+  params.source = view_source(op, call, k, v, slots, capacity_of(planes.pages, planes.page_size));
   params.k_codes = planes.k_codes;
   params.v_codes = planes.v_codes;
   params.k_norms = planes.k_norms;

@@ -53,10 +53,11 @@ ScoreOptions view_score(const Op& op, const ScoreArgs& args, const OptionalTenso
   ScoreOptions options{};
   const int64_t heads = q.size(q.dim() - 2), head_dim = q.size(q.dim() - 1);
   options.scale = static_cast<float>(args.scale.value_or(1 / std::sqrt(static_cast<double>(head_dim))));
-  if (!std::isfinite(options.scale)) op.refuse("scale", "a finite float32", std::to_string(*args.scale));
+  if (!std::isfinite(options.scale)) op.refuse("scale", "a finite float32", to_text(*args.scale));
   options.softcap = static_cast<float>(args.softcap);
-  if (!(options.softcap >= 0 && std::isfinite(options.softcap)))
-    op.refuse("softcap", "a finite float32 of at least 0 (0: off)", std::to_string(args.softcap));
+  // One that float32 rounds to 0 would be off, instead of flattening all scores.
+  if (!(args.softcap >= 0 && std::isfinite(options.softcap) && (options.softcap > 0) == (args.softcap > 0)))
+    op.refuse("softcap", "a finite float32 of at least 0 (0: off)", to_text(args.softcap));
   options.causal = args.causal;
   options.window_left = view_window(op, "window_left", args.window_left);
   options.window_right = view_window(op, "window_right", args.window_right);
@@ -120,7 +121,7 @@ int64_t view_block_table(const Op& op, const OptionalTensor& table, const Tensor
   }
   view = index_view(op, "block_table", *table, {{"B", batch}, {"max_pages"}}, "q", q);
   max_pages = table->size(1);
-  return max_pages * page_size;
+  return capacity_of(max_pages, page_size);
 }
 
 int64_t view_cu_seqlens(const Op& op, const Call& call, const char* argument, const Tensor& cu_seqlens, const Tensor& q,

@@ -1,5 +1,6 @@
 #include "ops/checks.h"
 
+#include <cstdio>
 #include <stdexcept>
 
 namespace flashq {
@@ -41,6 +42,12 @@ std::string to_text(ScalarType dtype) {
     case ScalarType::Bool: return "torch.bool";
     default: return "another dtype (" + std::to_string(static_cast<int>(dtype)) + ")";
   }
+}
+
+std::string to_text(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.9g", value);
+  return text;
 }
 
 std::string shape_of(const Tensor& t) { return tuple_text(t.sizes()); }
@@ -123,6 +130,12 @@ void expect_head_groups(const Op& op, int64_t q_heads, const char* kv_argument, 
 
 void expect_at_least(const Op& op, const char* argument, int64_t value, int64_t least) {
   if (value < least) op.refuse(argument, "at least " + std::to_string(least), std::to_string(value));
+}
+
+int64_t capacity_of(int64_t pages, int64_t page_size) {
+  constexpr int64_t kMost = int64_t{1} << 62;
+  int64_t tokens;
+  return __builtin_mul_overflow(pages, page_size, &tokens) ? kMost : min_of(tokens, kMost);
 }
 
 IndexView index_view(const Op& op, const char* argument, const Tensor& t, Shape shape, const char* other_name,

@@ -28,6 +28,7 @@ class Op {
 };
 
 [[nodiscard]] std::string to_text(ScalarType dtype);   // "torch.float32"
+[[nodiscard]] std::string to_text(double value);       // "1e-50"
 [[nodiscard]] std::string shape_of(const Tensor& t);   // "(2, 3)"
 [[nodiscard]] std::string device_of(const Tensor& t);  // "cuda:0"
 
@@ -55,6 +56,10 @@ void expect_head_dim(const Op& op, const char* argument, int64_t head_dim);
 void expect_tbq4_head_dim(const Op& op, const char* argument, int64_t head_dim);
 void expect_head_groups(const Op& op, int64_t q_heads, const char* kv_argument, int64_t kv_heads);
 void expect_at_least(const Op& op, const char* argument, int64_t value, int64_t least);
+
+// Tokens of so many pages. Tables and caches of zero strides can name more than there are numbers: then 2^62, beyond
+// any length and far from overflow.
+[[nodiscard]] int64_t capacity_of(int64_t pages, int64_t page_size);
 
 // int32 or int64, on the other tensor's device, any strides.
 [[nodiscard]] IndexView index_view(const Op& op, const char* argument, const Tensor& t, Shape shape,

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 
 #include "exports.h"
 
@@ -63,7 +64,13 @@ Call::Call(const Op& op, const Tensor& leader)
 }
 
 Tensor Call::empty(torch::headeronly::IntHeaderOnlyArrayRef size, ScalarType dtype) const {
-  return torch::stable::empty(size, dtype, std::nullopt, device_);
+  try {
+    return torch::stable::empty(size, dtype, std::nullopt, device_);
+  } catch (const std::exception&) {  // names a file and a line of torch, and not what went wrong
+    std::string shape;
+    for (const int64_t n : size) shape += (shape.empty() ? "" : ", ") + std::to_string(n);
+    op_.refuse("memory", "room for a tensor (" + shape + ") of " + to_text(dtype), "an error from torch's allocator");
+  }
 }
 
 void* Call::scratch(int64_t bytes, std::optional<Tensor>& owner) const {

@@ -9,11 +9,17 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 if TYPE_CHECKING:
     from flashq.cli.demo import Layer
 
 COLOURS = ("#4878a8", "#e1812c")
+
+
+def endings() -> frozenset[str]:
+    """The names of files that `draw` can write end in one of these: png, svg, ..."""
+    return frozenset(FigureCanvasAgg.get_supported_filetypes())
 
 
 def draw(layers: list[Layer], path: Path) -> None:
@@ -34,7 +40,8 @@ def draw(layers: list[Layer], path: Path) -> None:
             places = [place + (index - (len(layers) - 1) / 2) * width for place in range(len(methods))]
             values = [value(layer, layer.row(method)) for method in methods]
             bars = axis.bar(places, values, width, label=layer.title, color=COLOURS[index % len(COLOURS)])
-            axis.bar_label(bars, fmt="%.3g", fontsize=8)
+            axis.bar_label(bars, fmt="%.2g" if axis is axes[0] else "%.3g", fontsize=8)
+        axis.margins(x=0.03)
         axis.set_title(title, fontsize=10)
         axis.set_xticks(range(len(methods)), methods, fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from flashq.cli import machine
+from flashq.cli.output import progress_bar
 from flashq.cli.selftest_cases import CASES, Case, Comparison
 
 PASSED, FAILED, ABSENT = "passed", "FAILED", "not on this device"
@@ -86,7 +86,7 @@ def run(json_path: Path | None = None) -> int:
     if gpu and not gpu.problem:
         places.append(("cuda", "cuda", nullcontext()))
     columns: dict[str, dict[str, Result]] = {}
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with progress_bar(Console(stderr=True)) as progress:
         task = progress.add_task("", total=len(CASES) * len(places))
         for name, device, selected in places:
             columns[name] = {}

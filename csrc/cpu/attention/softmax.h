@@ -19,12 +19,17 @@ struct RowState {
 };
 FLASHQ_SIMD RowState empty_row() { return {-kInf, zero()}; }
 
-// From q.k to a score in base 2: scale * log2(e) * q.k, or cap * log2(e) * tanh(scale / cap * q.k).
+// From q.k to a score in base 2: factor * q.k, and where `natural` that is a natural one still, to be capped and
+// multiplied by log2(e). No other order of the factors works for every finite scale and soft cap: their quotient or
+// their product with log2(e) overflows.
 struct ScoreRule {
+  bool natural;
   float factor, cap;  // cap 0: off
 
   FLASHQ_SIMD explicit ScoreRule(const ScoreOptions& o)
-      : factor(o.softcap > 0 ? o.scale / o.softcap : o.scale * kLog2E), cap(o.softcap > 0 ? o.softcap * kLog2E : 0) {}
+      : natural(o.softcap > 0 || !__builtin_isfinite(o.scale * kLog2E)),
+        factor(natural ? o.scale : o.scale * kLog2E),
+        cap(o.softcap) {}
 };
 
 // s holds q.k (times row_scale) for 64 keys; `bias`, if not null, is added to it before scaling. `bits` says which keys
@@ -40,9 +45,12 @@ FLASHQ_SIMD float softmax_row(const float* s, const float* bias, uint64_t bits, 
     for (int j = 0; j < kN; ++j) x[j] = add(x[j], load(bias + j * kLanes));
 #pragma GCC unroll 16
   for (int j = 0; j < kN; ++j) x[j] = mul(x[j], set1(rule.factor));
-  if (rule.cap != 0) [[unlikely]]
+  if (rule.natural) [[unlikely]]
 #pragma GCC unroll 1
-    for (int j = 0; j < kN; ++j) x[j] = mul(tanh(x[j]), set1(rule.cap));
+    for (int j = 0; j < kN; ++j) {
+      if (rule.cap != 0) x[j] = mul(tanh(div(x[j], set1(rule.cap))), set1(rule.cap));
+      x[j] = mul(x[j], set1(kLog2E));
+    }
   if (~bits)
 #pragma GCC unroll 16
     for (int j = 0; j < kN; ++j) x[j] = keep_bits(x[j], bits >> (j * kLanes), set1(-kInf));

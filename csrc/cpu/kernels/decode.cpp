@@ -247,7 +247,8 @@ template <class T> struct FewRows {
 int64_t few_rows_heads(const Attention16Params& p, int32_t workers) {
   const QueryView& q = p.query;
   const KvView& kv = p.kv;
-  if (q.q_heads == 0 || kv.k_stride[2] > kv.k_stride[1] || kv.v_stride[2] > kv.v_stride[1]) return 1;  // head-major
+  if (q.total_tokens == 0 || kv.k_stride[2] > kv.k_stride[1] || kv.v_stride[2] > kv.v_stride[1])
+    return 1;  // head-major
   // Queries and accumulators stay in L2: 256 KiB.
   const int64_t group = q.q_heads / q.kv_heads, rows = min_of(group * max_of<int64_t>(q.q_len, 1), kFewRows);
   const int64_t most = min_of(max_of<int64_t>(32768 / (rows * q.head_dim), 1), q.kv_heads);

@@ -170,9 +170,21 @@ template <int D> class CodeBlock {
       tbq4::rotate<kWidth>(block);
       VecF squares = zero();
       for (int i = 0; i < kWidth; i += kLanes) squares = fma(load(block + i), load(block + i), squares);
-      q_length_[n * rows_ + r] = __builtin_sqrtf(reduce_add(squares)) * __builtin_fabsf(p_.score.scale);
+      q_length_[n * rows_ + r] = scaled_length(block, reduce_add(squares));
       q_unit_[n * rows_ + r] = Math::prepare_query(block, q_ + (n * rows_ + r) * kWordsQ);
     }
+  }
+
+  // The length of a query's block times |scale|, at most 1e38: times a norm of 0 that is 0. Where a scale above 1 may
+  // make scores of a query whose squares underflow, 1e38: int16 is no arithmetic for it.
+  FLASHQ_SIMD float scaled_length(const float* block, float squares) const {
+    const float scale = __builtin_fabsf(p_.score.scale);
+    if (squares < 1e-26f && scale > 1) [[unlikely]] {
+      VecF top = zero();
+      for (int i = 0; i < kWidth; i += kLanes) top = max(top, abs(load(block + i)));
+      if (reduce_max(top) > 0) return 1e38f;
+    }
+    return min_of(__builtin_sqrtf(squares) * scale, 1e38f);
   }
 
   void process(const TileRows& tile, const uint64_t* bits, const TileRows& next) {
