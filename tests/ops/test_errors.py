@@ -210,7 +210,7 @@ def test_heads_do_not_divide() -> None:
 OPTIONS: list[tuple[str, float, str]] = [
     ("scale", NAN, "finite"),
     ("scale", float("inf"), "finite"),
-    ("softcap", -1.0, "at least 0"),
+    ("softcap", -1.5, "at least 0"),
     ("softcap", NAN, "at least 0"),
     ("window_left", -2, "at least -1"),
     ("window_right", -2, "at least -1"),
