@@ -19,17 +19,24 @@ struct RowState {
 };
 FLASHQ_SIMD RowState empty_row() { return {-kInf, zero()}; }
 
-// From q.k to a score in base 2: factor * q.k, and where `natural` that is a natural one still, to be capped and
-// multiplied by log2(e). No other order of the factors works for every finite scale and soft cap: their quotient or
-// their product with log2(e) overflows.
+// From q.k to a score in base 2: last * factor * q.k, or last * gain * tanh(factor * q.k / cap). log2(e) is part of the
+// factor or gain that comes last, one rounding less, unless their product overflows: then it is `last`. So is the cap
+// part of the factor (cap 1) unless their quotient leaves float32.
 struct ScoreRule {
-  bool natural;
-  float factor, cap;  // cap 0: off
+  float factor, cap, gain, last;  // cap 0: off; last is 1 or log2(e)
 
   FLASHQ_SIMD explicit ScoreRule(const ScoreOptions& o)
-      : natural(o.softcap > 0 || !__builtin_isfinite(o.scale * kLog2E)),
-        factor(natural ? o.scale : o.scale * kLog2E),
-        cap(o.softcap) {}
+      : factor(o.scale), cap(o.softcap), gain(o.softcap), last(kLog2E) {
+    const float quotient = o.scale / o.softcap;
+    if (cap != 0 && __builtin_isnormal(quotient)) {
+      factor = quotient;
+      cap = 1;
+    }
+    float& outer = cap != 0 ? gain : factor;
+    if (!__builtin_isfinite(outer * kLog2E)) return;
+    outer *= kLog2E;
+    last = 1;
+  }
 };
 
 // s holds q.k (times row_scale) for 64 keys; `bias`, if not null, is added to it before scaling. `bits` says which keys
@@ -45,12 +52,12 @@ FLASHQ_SIMD float softmax_row(const float* s, const float* bias, uint64_t bits, 
     for (int j = 0; j < kN; ++j) x[j] = add(x[j], load(bias + j * kLanes));
 #pragma GCC unroll 16
   for (int j = 0; j < kN; ++j) x[j] = mul(x[j], set1(rule.factor));
-  if (rule.natural) [[unlikely]]
+  if (rule.cap != 0) [[unlikely]]
 #pragma GCC unroll 1
-    for (int j = 0; j < kN; ++j) {
-      if (rule.cap != 0) x[j] = mul(tanh(div(x[j], set1(rule.cap))), set1(rule.cap));
-      x[j] = mul(x[j], set1(kLog2E));
-    }
+    for (int j = 0; j < kN; ++j) x[j] = mul(tanh(div(x[j], set1(rule.cap))), set1(rule.gain));
+  if (rule.last != 1) [[unlikely]]
+#pragma GCC unroll 1
+    for (int j = 0; j < kN; ++j) x[j] = mul(x[j], set1(rule.last));
   if (~bits)
 #pragma GCC unroll 16
     for (int j = 0; j < kN; ++j) x[j] = keep_bits(x[j], bits >> (j * kLanes), set1(-kInf));
