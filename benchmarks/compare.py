@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.measure import Result, Spread
@@ -69,7 +70,7 @@ def run(before: Path, after: Path) -> int:
             text = f"note: {key} differs: {old_environment.get(key)} and {new_environment.get(key)}"
             console.print(text, style="yellow", markup=False, highlight=False)
     changes = compare_rows(old, new)
-    table = Table(title=f"{before.name} -> {after.name}", title_justify="left")
+    table = Table(title=escape(f"{before.name} -> {after.name}"), title_justify="left")
     table.add_column("row")
     for column in ("x as fast", "ceiling", ""):
         table.add_column(column, justify="right")
@@ -77,7 +78,9 @@ def run(before: Path, after: Path) -> int:
     for change in changes:
         ceiling = "" if change.ceiling_change is None else f"x{change.ceiling_change:.2f}"
         style = styles[change.verdict]
-        table.add_row(change.name, f"[{style}]{change.speedup:.2f}[/]", ceiling, change.verdict or "within noise")
+        table.add_row(
+            escape(change.name), f"[{style}]{change.speedup:.2f}[/]", ceiling, change.verdict or "within noise"
+        )
     console.print(table)
     names = {
         "only in A": {r.name for r in old} - {r.name for r in new},

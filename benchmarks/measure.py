@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -68,8 +69,18 @@ class Result:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Result:
-        seconds = {name: Spread(**spread) for name, spread in data["seconds"].items()}
-        return Result(**{**data, "seconds": seconds})
+        """The inverse of `to_json`.
+
+        Raises:
+            KeyError, TypeError, ValueError: the data are no row's, or hold a time or a rate that nothing can have.
+        """
+        seconds = {name: Spread(**spread) for name, spread in dict(data["seconds"]).items()}
+        result = Result(**{**data, "seconds": seconds})
+        measured = [x for spread in seconds.values() for x in (spread.median, spread.low, spread.high)]
+        measured += [result.rate] if result.ceiling is None else [result.rate, result.ceiling]
+        if not isinstance(result.name, str) or not seconds or not all(0 < x < math.inf for x in measured):
+            raise ValueError(f"a row without a name, a time or a rate: {result.name!r}")
+        return result
 
 
 def spread_of(values: Sequence[float]) -> Spread:

@@ -34,8 +34,8 @@ def read_json(path: Path) -> tuple[dict[str, Any], list[Result]]:
     """
     try:
         document = json.loads(path.read_text())
-        return document["environment"], [Result.from_json(row) for row in document["rows"]]
-    except (KeyError, TypeError, ValueError) as error:
+        return dict(document["environment"]), [Result.from_json(row) for row in document["rows"]]
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"benchmarks: {path}: expected a result of `python -m benchmarks`, got {error!r}") from error
 
 

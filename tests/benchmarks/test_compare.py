@@ -1,5 +1,6 @@
 """What `benchmarks compare` calls a change."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,41 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for text in ("slower", "within noise", "only in A: gone", "threads differs: 2 and 4"):
         assert text in out
     assert main(["compare", before, before]) == 0
+
+
+def damage(path: Path, **changes: object) -> str:
+    """A result file of one row, with other values in it."""
+    document = json.loads(to_json(ENVIRONMENT, [row("a", 1.0)]))
+    spread = document["rows"][0]["seconds"]["flashq"]
+    for key, value in changes.items():
+        next(part for part in (spread, document["rows"][0], document) if key in part)[key] = value
+    path.write_text(json.dumps(document))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"environment": [1]}, {"environment": "x"}, {"rows": [None]}, {"rows": None}, {"seconds": {}}, {"seconds": []},
+        {"median": 0}, {"median": "1"}, {"median": None}, {"median": float("nan")}, {"low": None}, {"high": [1]},
+        {"name": [1]}, {"name": 3}, {"ceiling": "x"}, {"ceiling": 0}, {"rate": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_damaged_results(changes: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = write(tmp_path / "good.json", [row("a", 1.0)])
+    bad = damage(tmp_path / "bad.json", **changes)
+    for files in ((good, bad), (bad, good)):
+        assert main(["compare", *files]) == 2
+        assert "expected a result" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_names_are_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "[bold].json", [row("[/red] a", 1.0)])
+    assert main(["compare", file, file]) == 0
+    out = capsys.readouterr().out
+    assert "[/red] a" in out
+    assert "[bold].json" in out
 
 
 def test_files_that_are_no_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
