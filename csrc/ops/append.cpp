@@ -40,6 +40,7 @@ AppendSource view_source(const Op& op, const Call& call, const Tensor& k, const 
 
 void kv_append_(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots) {
   constexpr Op op("kv_append_");
+  expect_given(op, {{"k", k}, {"v", v}, {"k_cache", k_cache}, {"v_cache", v_cache}, {"slots", slots}});
   const Call call(op, k);
   expect_shape(op, "k", k, {{"T"}, {"Hkv"}, {"D"}});
   if (k_cache.dim() != 4) op.refuse("k_cache", "shape (P, N, Hkv, D)", "shape " + shape_of(k_cache));
@@ -66,6 +67,13 @@ void kv_append_(const Tensor& k, const Tensor& v, const Tensor& k_cache, const T
 void tbq4_append_(const Tensor& k, const Tensor& v, const Tensor& k_codes, const Tensor& k_norms, const Tensor& v_codes,
                   const Tensor& v_norms, const Tensor& slots, const OptionalTensor& k_offsets) {
   constexpr Op op("tbq4_append_");
+  expect_given(op, {{"k", k},
+                    {"v", v},
+                    {"k_codes", k_codes},
+                    {"k_norms", k_norms},
+                    {"v_codes", v_codes},
+                    {"v_norms", v_norms},
+                    {"slots", slots}});
   const Call call(op, k);
   expect_shape(op, "k", k, {{"T"}, {"Hkv"}, {"D"}});
   const int64_t kv_heads = k.size(1), head_dim = k.size(2);
@@ -73,10 +81,10 @@ void tbq4_append_(const Tensor& k, const Tensor& v, const Tensor& k_codes, const
   const Planes planes = view_planes(op, {k_codes, k_norms, v_codes, v_norms}, head_dim, kv_heads, "k", k);
   Tbq4AppendParams params{};
   params.source = view_source(op, call, k, v, slots, capacity_of(planes.pages, planes.page_size));
-  params.k_codes = planes.k_codes;
-  params.v_codes = planes.v_codes;
-  params.k_norms = planes.k_norms;
-  params.v_norms = planes.v_norms;
+  params.k_codes = static_cast<uint8_t*>(k_codes.mutable_data_ptr());
+  params.v_codes = static_cast<uint8_t*>(v_codes.mutable_data_ptr());
+  params.k_norms = static_cast<uint16_t*>(k_norms.mutable_data_ptr());
+  params.v_norms = static_cast<uint16_t*>(v_norms.mutable_data_ptr());
   params.num_pages = planes.pages;
   params.page_size = planes.page_size;
   params.k_offsets = view_offsets(op, k_offsets, planes.pages, kv_heads, head_dim, "k", k, params.k_offsets_stride);

@@ -40,6 +40,10 @@ std::string to_text(ScalarType dtype) {
     case ScalarType::Int: return "torch.int32";
     case ScalarType::Long: return "torch.int64";
     case ScalarType::Bool: return "torch.bool";
+    case ScalarType::ComplexFloat: return "torch.complex64";
+    case ScalarType::ComplexDouble: return "torch.complex128";
+    case ScalarType::Float8_e4m3fn: return "torch.float8_e4m3fn";
+    case ScalarType::Float8_e5m2: return "torch.float8_e5m2";
     default: return "another dtype (" + std::to_string(static_cast<int>(dtype)) + ")";
   }
 }
@@ -55,6 +59,11 @@ std::string shape_of(const Tensor& t) { return tuple_text(t.sizes()); }
 std::string device_of(const Tensor& t) {
   if (t.is_cpu()) return "cpu";
   return (t.is_cuda() ? "cuda:" : "another device, index ") + std::to_string(t.get_device_index());
+}
+
+void expect_given(const Op& op, std::initializer_list<NamedTensor> tensors) {
+  for (const auto& [name, tensor] : tensors)
+    if (!tensor.defined()) op.refuse(name, "a tensor", "None");
 }
 
 void expect_shape(const Op& op, const char* argument, const Tensor& t, Shape shape) {

@@ -40,6 +40,13 @@ struct Dim {
 };
 using Shape = std::initializer_list<Dim>;
 
+// torch's schemas let None pass for a tensor that is not optional; nothing else may be asked of that one.
+struct NamedTensor {
+  const char* name;
+  const Tensor& tensor;
+};
+void expect_given(const Op& op, std::initializer_list<NamedTensor> tensors);
+
 void expect_shape(const Op& op, const char* argument, const Tensor& t, Shape shape);
 void expect_same_device(const Op& op, const char* argument, const Tensor& t, const char* other_name,
                         const Tensor& other);

@@ -24,6 +24,7 @@ Results decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, co
                const OptionalTensor& sinks, int64_t max_seqlen_q, std::optional<double> scale, bool causal,
                int64_t window_left, double softcap, int64_t kv_chunk, OptionalDtype out_dtype) {
   constexpr Op op("decode");
+  expect_given(op, {{"q", q}, {"k_cache", k_cache}, {"v_cache", v_cache}, {"seqlens", seqlens}});
   const Call call(op, q);
   expect_shape(op, "k_cache", k_cache, {{"P"}, {"N"}, {"Hkv"}, {"D"}});
   const int64_t pages = k_cache.size(0), page_size = k_cache.size(1), kv_heads = k_cache.size(2);

@@ -30,6 +30,7 @@ IntHeaderOnlyArrayRef without_partials(const Tensor& t) { return {t.sizes().data
 
 std::tuple<Tensor, Tensor> merge_states(const Tensor& outs, const Tensor& lses) {
   constexpr Op op("merge_states");
+  expect_given(op, {{"outs", outs}, {"lses", lses}});
   const Dtype dtype = expect_float_dtype(op, "outs", outs, true);
   if (outs.dim() != 4 && outs.dim() != 5)
     op.refuse("outs", "shape (K, B, S, H, D) or (K, T, H, D)", "shape " + shape_of(outs));

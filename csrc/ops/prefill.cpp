@@ -39,6 +39,7 @@ void fill_dense(const Op& op, const Call& call, const Tensor& q, const Tensor& k
 Results prefill(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& sinks,
                 std::optional<double> scale, bool causal, int64_t window_left, int64_t window_right, double softcap) {
   constexpr Op op("prefill");
+  expect_given(op, {{"q", q}, {"k", k}, {"v", v}});
   const Call call(op, q);
   Attention16Params params{};
   fill_dense(op, call, q, k, v, false, sinks, {scale, causal, window_left, window_right, softcap}, params);
@@ -52,6 +53,7 @@ Results prefill_varlen(const Tensor& q, const Tensor& k, const Tensor& v, const 
                        int64_t max_seqlen_k, std::optional<double> scale, bool causal, int64_t window_left,
                        int64_t window_right, double softcap) {
   constexpr Op op("prefill_varlen");
+  expect_given(op, {{"q", q}, {"k", k}, {"v", v}, {"cu_seqlens_q", cu_seqlens_q}, {"cu_seqlens_k", cu_seqlens_k}});
   const Call call(op, q);
   Attention16Params params{};
   fill_dense(op, call, q, k, v, true, sinks, {scale, causal, window_left, window_right, softcap}, params);

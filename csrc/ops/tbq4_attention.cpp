@@ -77,6 +77,12 @@ Results tbq4_attention(const Tensor& q, const Tensor& k_codes, const Tensor& k_n
                        int64_t max_seqlen_q, std::optional<double> scale, bool causal, int64_t window_left,
                        double softcap, int64_t kv_chunk, OptionalDtype out_dtype) {
   constexpr Op op("tbq4_attention");
+  expect_given(op, {{"q", q},
+                    {"k_codes", k_codes},
+                    {"k_norms", k_norms},
+                    {"v_codes", v_codes},
+                    {"v_norms", v_norms},
+                    {"seqlens", seqlens}});
   const Call call(op, q);
   if (k_codes.dim() != 4) op.refuse("k_codes", "shape (P, Hkv, N, D / 2)", "shape " + shape_of(k_codes));
   const int64_t kv_heads = k_codes.size(1);

@@ -43,6 +43,7 @@ std::vector<int64_t> with_last(const Tensor& t, int64_t last) {
 
 Results tbq4_quantize(const Tensor& x) {
   constexpr Op op("tbq4_quantize");
+  expect_given(op, {{"x", x}});
   const Call call(op, x);
   Tbq4QuantizeParams params{};
   params.x = view_values(op, x);
@@ -58,6 +59,7 @@ Results tbq4_quantize(const Tensor& x) {
 
 Tensor tbq4_dequantize(const Tensor& codes, const Tensor& norms, OptionalDtype dtype) {
   constexpr Op op("tbq4_dequantize");
+  expect_given(op, {{"codes", codes}, {"norms", norms}});
   const Call call(op, codes);
   expect_dtype(op, "codes", codes, {ScalarType::Byte});
   expect_dtype(op, "norms", norms, {ScalarType::Half});
@@ -86,6 +88,7 @@ Tensor tbq4_dequantize(const Tensor& codes, const Tensor& norms, OptionalDtype d
 
 Tensor tbq4_rotate(const Tensor& x, bool inverse) {
   constexpr Op op("tbq4_rotate");
+  expect_given(op, {{"x", x}});
   const Call call(op, x);
   Tbq4RotateParams params{};
   params.x = view_values(op, x);

@@ -21,10 +21,10 @@ Planes view_planes(const Op& op, const PlaneTensors& t, int64_t head_dim, int64_
     expect_shape(op, name, *plane, {{"P", pages}, {"Hkv", kv_heads}, {"N", page_size}, {"D / block", blocks}});
     expect_contiguous(op, name, *plane);
   }
-  return {.k_codes = static_cast<uint8_t*>(t.k_codes.mutable_data_ptr()),
-          .v_codes = static_cast<uint8_t*>(t.v_codes.mutable_data_ptr()),
-          .k_norms = static_cast<uint16_t*>(t.k_norms.mutable_data_ptr()),
-          .v_norms = static_cast<uint16_t*>(t.v_norms.mutable_data_ptr()),
+  return {.k_codes = static_cast<const uint8_t*>(t.k_codes.const_data_ptr()),
+          .v_codes = static_cast<const uint8_t*>(t.v_codes.const_data_ptr()),
+          .k_norms = static_cast<const uint16_t*>(t.k_norms.const_data_ptr()),
+          .v_norms = static_cast<const uint16_t*>(t.v_norms.const_data_ptr()),
           .pages = pages,
           .page_size = page_size};
 }

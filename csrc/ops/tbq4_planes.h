@@ -6,8 +6,8 @@ namespace flashq {
 
 struct PlaneTensors { const Tensor &k_codes, &k_norms, &v_codes, &v_norms; };
 struct Planes {
-  uint8_t *k_codes, *v_codes;
-  uint16_t *k_norms, *v_norms;
+  const uint8_t *k_codes, *v_codes;
+  const uint16_t *k_norms, *v_norms;
   int64_t pages, page_size;
 };
 

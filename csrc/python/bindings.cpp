@@ -90,6 +90,8 @@ std::vector<float> tbq4_codebook(int64_t head_dim) {
 
 std::tuple<int64_t, int64_t, int64_t> work_plan(int64_t begin, int64_t end, int64_t rows, int64_t kv_chunk) {
   if (begin < 0) throw py::value_error("flashq::work_plan: begin: expected at least 0, got " + std::to_string(begin));
+  if (end > int64_t{1} << 62)
+    throw py::value_error("flashq::work_plan: end: expected at most 2^62, got " + std::to_string(end));
   if (rows < 1) throw py::value_error("flashq::work_plan: rows: expected at least 1, got " + std::to_string(rows));
   if (kv_chunk != 0 && (kv_chunk < 256 || kv_chunk % 64 != 0))
     throw py::value_error("flashq::work_plan: kv_chunk: expected 0 or a multiple of 64 from 256 on, got " +

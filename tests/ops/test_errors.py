@@ -99,15 +99,14 @@ def test_rank(op: str, name: str) -> None:
 
 @pytest.mark.contract(3, 9, 16)
 @pytest.mark.parametrize(("op", "name"), TENSORS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int16, torch.bool, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int16, torch.bool, torch.complex64, torch.float8_e5m2])
 def test_dtype(op: str, name: str, dtype: torch.dtype) -> None:
     tensor = good(op)[name]
     leaders = {"q", "k", "x", "outs", "codes"}
-    got = "another dtype" if dtype == torch.complex64 else str(dtype)
     expected = "torch"
     if name not in leaders and not tensor.is_floating_point() and tensor.dtype == torch.int64:
         expected = "torch.int32 or torch.int64"
-    refused(op, name, expected, got, **{name: tensor.to(dtype)})
+    refused(op, name, expected, str(dtype), **{name: tensor.to(dtype)})
 
 
 @pytest.mark.contract(3)
@@ -235,6 +234,15 @@ OPTIONS: list[tuple[str, float, str]] = [
 )
 def test_options(op: str, option: str, value: float, expected: str) -> None:
     refused(op, option, expected, re.escape(str(value)), **{option: value})
+
+
+OPTIONAL = {"block_table", "kv_start", "sinks", "k_offsets", "exact_k", "exact_v", "exact_block_table"}
+
+
+@pytest.mark.contract(16)
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op, name in TENSORS if name not in {"x", *OPTIONAL}])
+def test_none_for_a_tensor(op: str, name: str) -> None:
+    refused(op, name, "a tensor", "None", **{name: None})
 
 
 INDEX_VALUES: list[tuple[str, str, list, str, str]] = [

@@ -54,6 +54,15 @@ def test_an_output_that_no_memory_holds() -> None:
     assert ".cpp" not in str(error.value)
 
 
+@pytest.mark.contract(16)
+@pytest.mark.parametrize("queries", [8, 64, 1024])
+def test_partial_results_that_no_memory_holds(queries: int) -> None:
+    """2^51 splits: above 2^63 bytes, and what is left of such a number in 64 bits may be small."""
+    cache = torch.zeros(8).as_strided((1, 1 << 59, 1, 8), (0, 0, 0, 1))
+    with pytest.raises(RuntimeError, match=r"flashq::decode: memory: expected room for a tensor"):
+        flashq.decode(torch.zeros(1, queries, 1, 8), cache, cache, torch.tensor([1 << 59]), kv_chunk=256)
+
+
 @pytest.mark.contract(14)
 def test_no_queries_of_very_many_sequences() -> None:
     base = torch.zeros(64)

@@ -287,3 +287,10 @@ def test_chunked_prompts_give_the_same_rows(isa: str) -> None:
             out, lse = flashq.tbq4_attention(*part, **options)
             torch.testing.assert_close(out, whole[:, begin:end], rtol=0, atol=2e-3 * truth.abs().max().item())
             torch.testing.assert_close(lse, whole_lse[..., begin:end], rtol=0, atol=2e-3)
+
+
+@pytest.mark.contract(2)
+def test_copy_on_write_planes_stay_shared() -> None:
+    planes = [torch._lazy_clone(x) for _ in range(2) for x in flashq.tbq4_quantize(torch.randn(1, 2, 8, 64))]
+    flashq.tbq4_attention(torch.randn(1, 1, 2, 64), *planes, torch.tensor([8]))
+    assert all(torch._C._is_cow_tensor(x) for x in planes)

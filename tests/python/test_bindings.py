@@ -102,6 +102,7 @@ def test_splits_cover_the_visible_keys(begin: int, end: int, rows: int, kv_chunk
     ("arguments", "message"),
     [
         ((-1, 5, 1), "begin: expected at least 0, got -1"),
+        ((0, 2**63 - 1, 1), "end: expected at most 2\\^62, got 9223372036854775807"),
         ((0, 5, 0), "rows: expected at least 1, got 0"),
         ((0, 5, 1, 100), "kv_chunk: expected 0 or a multiple of 64 from 256 on, got 100"),
         ((0, 5, 1, -64), "kv_chunk: expected 0 or a multiple of 64 from 256 on, got -64"),
