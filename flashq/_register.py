@@ -1,4 +1,4 @@
-"""What the C++ ops need from Python: fake rules for tracing, and the refusal of gradients.
+"""What the C++ ops need from Python: fake rules for tracing, the refusal of gradients, versions of mutated tensors.
 
 Importing this module registers both. It needs libflashq.so to be loaded, because the schemas come from there.
 """
@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 from flashq.tbq4 import HEAD_DIMS, block_width
 
@@ -157,23 +159,41 @@ _FAKES: dict[str, Callable[..., Any]] = {
 # --- gradients ------------------------------------------------------------------------------------------------------
 
 
-def _refuse_gradients(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """The op's kernel at the Autograd key: an input that requires grad is an error, anything else goes on below.
+_GRAD_MESSAGE = (
+    "expected a tensor that requires no grad, or torch.inference_mode() or torch.no_grad() (there is no backward), got "
+    "a tensor that requires grad"
+)
+_TANGENT_MESSAGE = "expected a tensor without a tangent (there is no forward-mode gradient), got one that has one"
 
-    Inference mode skips the key, so it costs nothing there. Without a kernel here torch would only warn, at backward.
+
+def _refuse_gradients(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """The op's kernel at the Autograd key: an input that requires grad, or has a tangent of forward mode, is an error;
+    anything else goes on below.
+
+    Mutated tensors get a new version, by which torch's backward knows that what it saved is gone. Inference mode skips
+    the key, so all of this costs nothing there. Without a kernel here torch would only warn, at backward.
     """
     below = torch._C._after_autograd_keyset
     redispatch = op._handle.redispatch_boxed
     grad_enabled, any_requires_grad = torch.is_grad_enabled, torch._C._any_requires_grad
+    arguments = op._schema.arguments
+    mutated = [i for i, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write]
+
+    def refuse(args: tuple[Any, ...], is_guilty: Callable[[Tensor], bool], message: str) -> None:
+        for argument, arg in zip(arguments, args, strict=False):
+            if isinstance(arg, Tensor) and is_guilty(arg):
+                raise RuntimeError(f"flashq::{op._opname}: {argument.name}: {message}")
 
     def check_and_redispatch(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         if grad_enabled() and any_requires_grad(*args):  # tensors are never keyword arguments
-            guilty = next(i for i, arg in enumerate(args) if isinstance(arg, Tensor) and arg.requires_grad)
-            raise RuntimeError(
-                f"flashq::{op._opname}: {op._schema.arguments[guilty].name}: expected a tensor that requires no grad, "
-                "or torch.inference_mode() or torch.no_grad() (there is no backward), got a tensor that requires grad"
-            )
-        return redispatch(keyset & below, *args, **kwargs)
+            refuse(args, lambda arg: arg.requires_grad, _GRAD_MESSAGE)
+        if forward_ad._current_level >= 0:  # inside of dual_level() or torch.func.jvp
+            refuse(args, lambda arg: forward_ad.unpack_dual(arg).tangent is not None, _TANGENT_MESSAGE)
+        results = redispatch(keyset & below, *args, **kwargs)
+        for i in mutated:
+            if not args[i].is_inference():
+                increment_version(args[i])
+        return results
 
     return check_and_redispatch
 

@@ -19,6 +19,7 @@ import torch
 from accuracy import check_16bit, check_tbq4, using_threads
 from cases import DTYPES, Paged, encode_pages, lay_out, page_out, randn
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import flashq
 from flashq import _register, reference
@@ -624,6 +625,43 @@ def test_inputs_that_require_grad_are_refused(op: str) -> None:
     results = getattr(flashq, op)(*args)
     for result in results if isinstance(results, tuple) else [results]:
         assert result is None or not result.requires_grad
+
+
+@pytest.mark.contract(15)
+@pytest.mark.parametrize("op", _register.OPS)
+def test_inputs_with_a_tangent_are_refused(op: str) -> None:
+    args = gradient_calls()[op]
+    names = [a.name for a in getattr(torch.ops.flashq, op).default._schema.arguments]
+    for i, tensor in enumerate(args):
+        if not tensor.is_floating_point():
+            continue
+        with forward_ad.dual_level():
+            dual = [forward_ad.make_dual(x, torch.ones_like(x)) if i == j else x for j, x in enumerate(args)]
+            with pytest.raises(RuntimeError, match=f"flashq::{op}: {names[i]}: expected a tensor without a tangent"):
+                getattr(flashq, op)(*dual)
+            getattr(flashq, op)(*args)
+
+
+@pytest.mark.contract(15)
+@pytest.mark.parametrize("op", ["kv_append_", "tbq4_append_"])
+def test_backward_refuses_what_an_append_has_overwritten(op: str) -> None:
+    """Of saved tensors torch knows the version: a gradient from the new bytes would be wrong without a word."""
+    args = gradient_calls()[op]
+    cache = args[3]  # v_cache or k_norms
+    weight = torch.ones(1, requires_grad=True)
+    product = (cache * weight).sum()
+    with torch.no_grad():
+        getattr(flashq, op)(*args)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    versions = [x._version for x in args]
+    getattr(flashq, op)(*args)
+    arguments = getattr(torch.ops.flashq, op).default._schema.arguments
+    written = [a.alias_info is not None for a in arguments[: len(args)]]
+    assert [x._version > before for x, before in zip(args, versions, strict=True)] == written
+    with torch.inference_mode():
+        inferred = [x.clone() for x in args]
+    getattr(flashq, op)(*inferred)  # tensors without a version
 
 
 def test_every_line_of_the_contract_has_a_test() -> None:
