@@ -20,12 +20,21 @@ from flashq.cli.output import progress_bar
 from flashq.cli.timing import format_seconds
 
 
+def regex(text: str) -> str:
+    """For argparse: a regular expression."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"expected a regular expression, got {text!r}: {error}") from error
+    return text
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure flashq.")
     commands = parser.add_subparsers(dest="command", required=True)
     on_cpu = commands.add_parser("cpu", help="every op on the CPU, beside torch and this machine's ceilings")
     on_cpu.add_argument("--quick", action="store_true", help="small shapes, seconds in all; the figures mean little")
-    on_cpu.add_argument("--only", metavar="REGEX", help="rows whose name it matches somewhere")
+    on_cpu.add_argument("--only", type=regex, metavar="REGEX", help="rows whose name it matches somewhere")
     on_cpu.add_argument("--isa", choices=machine.cpu_levels().available, help="another level of the CPU kernels")
     on_cpu.add_argument("--seconds", type=float, help="for every row (default 4, with --quick 0.2)")
     on_cpu.add_argument("--out", type=Path, default=Path(__file__).parent / "results", metavar="FOLDER")

@@ -54,6 +54,9 @@ def test_quick_run_writes_json_markdown_and_csv(tmp_path: Path, capsys: pytest.C
 def test_unknown_row_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cpu", "--only", "no such row"]) == 2
     assert "--only" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main(["cpu", "--only", "("])
+    assert "expected a regular expression, got '('" in capsys.readouterr().err
 
 
 def test_missing_compiler_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
