@@ -9,31 +9,21 @@
 #include "core/softmax_state.h"
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
+#include "cuda/vector.cuh"
 
 namespace flashq::cuda {
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kMaxRowThreads = 64;  // threads side by side in a row; wider rows are walked
-constexpr int kVectorBytes = 16;
-constexpr int kPieces = 2;  // vectors of a thread: they share its weights
-constexpr int kBatch = 4;   // partials in flight
-
-template <class Storage, int kVector> struct alignas(sizeof(Storage) * kVector) Vector { Storage value[kVector]; };
-
-template <class Chunk> __device__ Chunk load(const void* from) { return *static_cast<const Chunk*>(from); }
+constexpr int kPieces = 2;          // vectors of a thread: they share its weights
+constexpr int kBatch = 4;           // partials in flight
 
 struct Row { int64_t batch, token, head; };
 
-// 64-bit divisions cost some 70 instructions each, more than the merge of a few partials.
 __device__ Row row_of(const MergeParams& p, int64_t i) {
-  if (i <= UINT32_MAX && p.heads <= UINT32_MAX && p.tokens <= UINT32_MAX) {
-    const auto heads = static_cast<uint32_t>(p.heads), tokens = static_cast<uint32_t>(p.tokens);
-    const uint32_t at = static_cast<uint32_t>(i), above = at / heads;
-    return {above / tokens, above % tokens, at % heads};
-  }
-  const int64_t above = i / p.heads;
-  return {above / p.tokens, above % p.tokens, i % p.heads};
+  const Quotient head = divide(i, p.heads), token = divide(head.quotient, p.tokens);
+  return {token.quotient, token.remainder, head.remainder};
 }
 
 // T: Float32, Float16, Bfloat16. blockDim: (threads of a row, rows).
@@ -102,19 +92,18 @@ template <class T, int kVector> __global__ void __launch_bounds__(kThreads)
           for (int v = 0; v < kVector; ++v) result[j].value[v] = T::store(o[j][v] * scale);
       }
       for (int j = 0; j < kPieces; ++j)
-        if (d + j * step < p.head_dim) *reinterpret_cast<Chunk*>(out + d + j * step) = result[j];
+        if (d + j * step < p.head_dim) store(out + d + j * step, result[j]);
       d += kPieces * step;
     } while (d < p.head_dim);
     if (threadIdx.x == 0) p.lse[(row.batch * p.heads + row.head) * p.tokens + row.token] = lse;
   }
 }
 
-// Whether every row of every partial starts at a multiple of `bytes`, a multiple of the element's size.
-bool aligned(const MergeParams& p, int64_t element, int64_t bytes) {
+// Whether every row of every partial can be read and written in vectors of 16 bytes.
+bool vectors_fit(const MergeParams& p, int64_t element) {
   uintptr_t all = reinterpret_cast<uintptr_t>(p.outs) | reinterpret_cast<uintptr_t>(p.out);
   for (const int64_t stride : p.outs_stride) all |= static_cast<uintptr_t>(stride * element);
-  all |= static_cast<uintptr_t>(p.head_dim * element);
-  return all % static_cast<uintptr_t>(bytes) == 0;
+  return widest_vector(all | static_cast<uintptr_t>(p.head_dim * element)) == kVectorBytes;
 }
 
 template <class T, int kVector> void launch_merge(const MergeParams& p, cudaStream_t stream) {
@@ -128,7 +117,7 @@ template <class T, int kVector> void launch_merge(const MergeParams& p, cudaStre
 
 template <class T> void launch_merge(const MergeParams& p, cudaStream_t stream) {
   constexpr int kElement = sizeof(typename T::Storage);
-  if (aligned(p, kElement, kVectorBytes)) {
+  if (vectors_fit(p, kElement)) {
     launch_merge<T, kVectorBytes / kElement>(p, stream);
   } else {
     launch_merge<T, 1>(p, stream);
