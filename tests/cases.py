@@ -9,6 +9,7 @@ import torch
 from allpairspy import AllPairs
 from torch import Tensor
 
+import flashq
 from flashq import reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -19,6 +20,8 @@ SINKS = ("none", "some", "minus_inf")
 PAGE_SIZES = (16, 64, 1, 48, 256)
 GARBAGE_PAGES = (2147480000, -7)
 LAYOUTS = ("contiguous", "heads_first", "padded", "one_head")
+ATTENTION = ("prefill", "decode", "tbq4_attention")
+NAN, INF = float("nan"), float("inf")
 
 
 def pairwise(**values: Sequence) -> list[dict]:
@@ -62,6 +65,16 @@ def first_visible(length: int, q_len: int, start: int, window_left: int) -> int:
     if q_len == 0:
         return length
     return start if window_left < 0 else max(start, length - q_len - window_left)
+
+
+def attend(op: str, q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+    """One of the three attention ops on plain q (B, Sq, Hq, D), k and v (B, Sk, Hkv, D)."""
+    if op == "prefill":
+        return flashq.prefill(q, k, v, **options)
+    if op == "decode":
+        return flashq.decode(q, k, v, torch.full((len(k),), k.shape[1]), **options)
+    planes = [x.transpose(1, 2).contiguous() for y in (k, v) for x in flashq.tbq4_quantize(y)]
+    return flashq.tbq4_attention(q, *planes, torch.full((len(k),), k.shape[1]), **options)
 
 
 class Paged(NamedTuple):
