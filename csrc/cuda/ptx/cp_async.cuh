@@ -1,0 +1,27 @@
+// Copies from global to shared memory that run on while the thread goes on.
+#pragma once
+#include "core/portability.h"
+
+namespace flashq::cuda::ptx {
+
+// 16 bytes, both addresses aligned to 16, past L1. `bytes` of them are read, the rest is filled with zeros; with 0
+// nothing is read, whatever `from` is.
+__device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, uint32_t bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(__cvta_generic_to_global(from)),
+               "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void cp_async_16(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(__cvta_generic_to_global(from))
+               : "memory");
+}
+
+// Ends this thread's current group of copies, which may be empty.
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most kPending of this thread's newest groups are still on their way.
+template <int kPending> __device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace flashq::cuda::ptx
