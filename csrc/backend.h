@@ -12,12 +12,14 @@ struct Status {
 };
 
 // Where a call runs. CPU: `parallel` calls body(context, worker) once for every worker in [0, workers), concurrently
-// where it can. CUDA: `stream` is a cudaStream_t of `device`, which is current.
+// where it can. CUDA: `stream` is a cudaStream_t of `device`, which is current; `check` has kernels report values out
+// of range, and every call raise what earlier kernels reported.
 struct Launch {
   int32_t workers = 1;
   void (*parallel)(int32_t workers, void (*body)(void* context, int32_t worker), void* context) = nullptr;
   int32_t device = -1;
   void* stream = nullptr;
+  bool check = false;
 };
 
 // Null entries are ops that the backend does not have. Every function checks what only the device can know (an
@@ -39,7 +41,7 @@ struct Backend {
 
   const char* (*describe)();  // one line for `python -m flashq info`: arches, or ISA levels
 };
-inline constexpr int32_t kBackendAbi = 1;
+inline constexpr int32_t kBackendAbi = 2;
 
 [[nodiscard]] const Backend& cpu_backend();
 

@@ -54,6 +54,14 @@ def isa(request: pytest.FixtureRequest, set_isa: Callable[[str], None]) -> str:
     return request.param
 
 
+@pytest.fixture(params=[*cpu_levels().available, pytest.param("cuda", marks=pytest.mark.cuda)])
+def backend(request: pytest.FixtureRequest, set_isa: Callable[[str], None]) -> torch.device:
+    """`isa` and `device` in one: the test runs at every level of the CPU, and on CUDA."""
+    if request.param != "cuda":
+        set_isa(request.param)
+    return torch.device("cuda" if request.param == "cuda" else "cpu")
+
+
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
     """One thread unless a test says otherwise (`accuracy.using_threads`): the tensors here are small."""

@@ -49,4 +49,17 @@ template <class Unit> FLASHQ_HD MergeWeights merge(SoftmaxState<Unit>& a, const 
   return weight;
 }
 
+// The same rule for kCount partials at once, given by their logarithms, for one exp each instead of two. Returns the
+// state of them all; weight[k] is what the o of partial k is multiplied by. Of an empty one it is 0: leave its o out.
+template <class Unit, int kCount>
+FLASHQ_HD SoftmaxState<Unit> merge_all(const float (&lse)[kCount], float (&weight)[kCount]) {
+  SoftmaxState<Unit> all;
+  for (int k = 0; k < kCount; ++k) all.max = fmaxf(all.max, lse[k]);
+  for (int k = 0; k < kCount; ++k) {
+    weight[k] = lse[k] == -kInf ? 0 : Unit::exp(lse[k] - all.max);
+    all.sum += weight[k];
+  }
+  return all;
+}
+
 }  // namespace flashq

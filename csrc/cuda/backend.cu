@@ -27,7 +27,7 @@ constexpr Backend kBackend{
     .prefill = nullptr,
     .decode = nullptr,
     .tbq4_attention = nullptr,
-    .kv_append = nullptr,
+    .kv_append = kv_append,
     .tbq4_append = nullptr,
     .tbq4_quantize = nullptr,
     .tbq4_dequantize = nullptr,
@@ -67,7 +67,26 @@ FLASHQ_EXPORT int32_t flashq_cuda_device(int32_t device, char* name, int32_t nam
   return 0;
 }
 
+// What the kernels for one GPU are chosen by, after FLASHQ_CUDA_ARCH and FLASHQ_CUDA_SMEM: 80 or 90, and bytes of
+// shared memory. What is wrong goes to `problem`, else that is empty.
+FLASHQ_EXPORT void flashq_cuda_configuration(int32_t device, int32_t* arch, int64_t* shared_bytes, char* problem,
+                                             int32_t problem_size) {
+  flashq::cuda::Device description{};
+  const flashq::Status status = flashq::cuda::describe_device(device, description);
+  *arch = description.arch;
+  *shared_bytes = description.shared_bytes;
+  flashq::cuda::copy_text(status.message, problem, problem_size);
+}
+
 // What an op says of a GPU of this compute capability, without "flashq::op: "; empty where flashq has kernels for it.
 FLASHQ_EXPORT void flashq_cuda_check_capability(int32_t major, int32_t minor, char* message, int32_t size) {
   flashq::cuda::copy_text(flashq::cuda::check_capability(major, minor).message, message, size);
+}
+
+// What an op says of these values of FLASHQ_CUDA_ARCH and FLASHQ_CUDA_SMEM (null: not set), without "flashq::op: ";
+// empty where they are in order.
+FLASHQ_EXPORT void flashq_cuda_check_overrides(const char* arch, const char* shared_bytes, char* message,
+                                               int32_t size) {
+  flashq::cuda::Overrides overrides;
+  flashq::cuda::copy_text(flashq::cuda::parse_overrides(arch, shared_bytes, overrides).message, message, size);
 }

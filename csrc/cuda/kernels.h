@@ -4,6 +4,7 @@
 
 namespace flashq::cuda {
 
+[[nodiscard]] Status kv_append(const KvAppendParams&, const Launch&);
 [[nodiscard]] Status merge_states(const MergeParams&, const Launch&);
 
 }  // namespace flashq::cuda

@@ -1,7 +1,12 @@
 #include <cuda_runtime_api.h>
 
 #include <atomic>
+#include <charconv>
 #include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <vector>
 
 #include "cuda/launch.h"
 
@@ -15,9 +20,89 @@ Status failure(const char* expected, cudaError_t error) {
   return status;
 }
 
-// Devices that passed, so that a launch costs no attribute queries. A device beyond the last slot is asked every time.
-constexpr int kRemembered = 64;
-std::atomic<bool> passed[kRemembered];
+Status refuse_override(const char* variable, const char* expected, const char* got) {
+  Status status;
+  std::snprintf(status.message, sizeof status.message, "%s: expected %s, got %.100s", variable, expected, got);
+  return status;
+}
+
+// What is known of a device. Filled once, so that a launch costs no queries.
+struct Slot {
+  std::once_flag described, finding_made;
+  Device device;
+  Status problem;
+  Finding* finding = nullptr;
+  Status finding_problem;
+};
+
+// Null: no such device.
+Slot* slot_of(int32_t device) {
+  static std::vector<Slot> slots = [] {
+    int count = 0;
+    if (cudaGetDeviceCount(&count)) count = 0;
+    return std::vector<Slot>(static_cast<size_t>(count));
+  }();
+  const auto index = static_cast<size_t>(device);
+  return device >= 0 && index < slots.size() ? &slots[index] : nullptr;
+}
+
+Status query(int32_t device, Device& description) {
+  Overrides overrides;
+  Status status = parse_overrides(std::getenv("FLASHQ_CUDA_ARCH"), std::getenv("FLASHQ_CUDA_SMEM"), overrides);
+  if (!status.ok()) return status;
+  int major = 0, minor = 0, shared_bytes = 0;
+  cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (!error) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  if (!error) error = cudaDeviceGetAttribute(&description.sm_count, cudaDevAttrMultiProcessorCount, device);
+  if (!error) error = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error) return failure("a usable GPU", error);
+  description.arch = overrides.arch ? overrides.arch : major * 10 + minor;
+  description.shared_bytes = shared_bytes;
+  if (overrides.shared_bytes) description.shared_bytes = min_of(description.shared_bytes, overrides.shared_bytes);
+  return check_capability(major, minor);
+}
+
+// Pinned memory that kernels of the device can write. A capture on another thread would forbid the allocation, which
+// has nothing to do with it: hence the relaxed mode.
+Status make_finding(Finding*& finding) {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cudaError_t error = cudaThreadExchangeStreamCaptureMode(&mode);
+  if (error) return failure("pinned memory for FLASHQ_CHECK=1", error);
+  void* memory = nullptr;
+  error = cudaHostAlloc(&memory, sizeof(Finding), cudaHostAllocPortable | cudaHostAllocMapped);
+  const cudaError_t restored = cudaThreadExchangeStreamCaptureMode(&mode);
+  if (error || restored) return failure("pinned memory for FLASHQ_CHECK=1", error ? error : restored);
+  finding = new (memory) Finding{};
+  return {};
+}
+
+Status describe(const Finding& finding) {
+  const char* op = finding.what == Finding::kKvAppendSlot ? "kv_append_" : "tbq4_append_";
+  Status status;
+  std::snprintf(status.message, sizeof status.message,
+                "slots[%lld] of an earlier %s: expected a slot below the cache's %lld (or negative: skip), got %lld",
+                static_cast<long long>(finding.index), op, static_cast<long long>(finding.limit),
+                static_cast<long long>(finding.got));
+  return status;
+}
+
+// What the kernels of this stream, and those of others that are done, found wrong since the last call.
+Status take_finding(Slot& slot, const Launch& launch) {
+  std::call_once(slot.finding_made, [&] { slot.finding_problem = make_finding(slot.finding); });
+  if (!slot.finding) return slot.finding_problem;
+  const auto stream = static_cast<cudaStream_t>(launch.stream);
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(stream, &capture) || capture != cudaStreamCaptureStatusNone) {
+    (void)cudaGetLastError();  // the legacy stream may not even be asked while another one captures
+    return {};
+  }
+  if (const cudaError_t error = cudaStreamSynchronize(stream)) return failure("earlier kernels to succeed", error);
+  std::atomic_ref<int32_t> state(slot.finding->state);
+  if (state.load(std::memory_order_acquire) != Finding::kComplete) return {};
+  const Status status = describe(*slot.finding);
+  state.store(Finding::kNone, std::memory_order_release);
+  return status;
+}
 
 }  // namespace
 
@@ -30,18 +115,41 @@ Status check_capability(int major, int minor) {
   return status;
 }
 
-Status enter(const Launch& launch) {
-  if (const cudaError_t error = cudaSetDevice(launch.device)) return failure("a usable GPU", error);
-  const bool remembered = launch.device < kRemembered;
-  if (remembered && passed[launch.device].load(std::memory_order_relaxed)) return {};
-  int major = 0, minor = 0;
-  cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, launch.device);
-  if (!error) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, launch.device);
-  if (error) return failure("a usable GPU", error);
-  const Status status = check_capability(major, minor);
-  if (status.ok() && remembered) passed[launch.device].store(true, std::memory_order_relaxed);
-  return status;
+Status parse_overrides(const char* arch, const char* shared_bytes, Overrides& overrides) {
+  if (arch && *arch) {
+    if (std::strcmp(arch, "80") != 0) return refuse_override("FLASHQ_CUDA_ARCH", "80 or nothing", arch);
+    overrides.arch = 80;
+  }
+  if (shared_bytes && *shared_bytes) {
+    const char* end = shared_bytes + std::strlen(shared_bytes);
+    const auto [rest, error] = std::from_chars(shared_bytes, end, overrides.shared_bytes);
+    if (error != std::errc() || rest != end || overrides.shared_bytes < 1)
+      return refuse_override("FLASHQ_CUDA_SMEM", "a number of bytes from 1 on, or nothing", shared_bytes);
+  }
+  return {};
 }
+
+Status describe_device(int32_t device, Device& description) {
+  Slot* slot = slot_of(device);
+  if (!slot) return failure("a usable GPU", cudaErrorInvalidDevice);
+  std::call_once(slot->described, [&] { slot->problem = query(device, slot->device); });
+  description = slot->device;
+  return slot->problem;
+}
+
+Status enter(const Launch& launch, Device& device) {
+  if (const cudaError_t error = cudaSetDevice(launch.device)) return failure("a usable GPU", error);
+  if (Status status = describe_device(launch.device, device); !status.ok()) return status;
+  if (!launch.check) return {};
+  return take_finding(*slot_of(launch.device), launch);
+}
+
+Status enter(const Launch& launch) {
+  Device device;
+  return enter(launch, device);
+}
+
+Finding* finding_of(const Launch& launch) { return launch.check ? slot_of(launch.device)->finding : nullptr; }
 
 Status launch_status() {
   const cudaError_t error = cudaGetLastError();

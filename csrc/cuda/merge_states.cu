@@ -16,8 +16,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kMaxRowThreads = 64;  // threads side by side in a row; wider rows are walked
-constexpr int kPieces = 2;          // vectors of a thread: they share its weights
-constexpr int kBatch = 4;           // partials in flight
 
 struct Row { int64_t batch, token, head; };
 
@@ -27,10 +25,10 @@ __device__ Row row_of(const MergeParams& p, int64_t i) {
 }
 
 // T: Float32, Float16, Bfloat16. blockDim: (threads of a row, rows).
-template <class T, int kVector> __global__ void __launch_bounds__(kThreads)
+template <class T, int kVector, int kPieces, int kBatch> __global__ void __launch_bounds__(kThreads)
     merge_kernel(const __grid_constant__ MergeParams p) {
   using Storage = typename T::Storage;
-  using Chunk = Vector<Storage, kVector>;
+  using Chunk = Packed<T, kVector>;
   const int64_t row_count = p.batch * p.tokens * p.heads;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.y + threadIdx.y; i < row_count;
        i += int64_t{gridDim.x} * blockDim.y) {
@@ -41,61 +39,59 @@ template <class T, int kVector> __global__ void __launch_bounds__(kThreads)
         p.lses + row.batch * p.lses_stride[1] + row.head * p.lses_stride[2] + row.token * p.lses_stride[3];
     Storage* out = static_cast<Storage*>(p.out) + i * p.head_dim;
 
-    int64_t live = 0, lone = 0;  // partials that count; the last of them
-#pragma unroll 8
-    for (int64_t k = 0; k < p.partials; ++k) {
-      if (__ldg(lses + k * p.lses_stride[0]) == -kInf) continue;
-      lone = k;
-      ++live;
-    }
-    float lse = live == 1 ? __ldg(lses + lone * p.lses_stride[0]) : -kInf;
-    // A lone partial is copied bit for bit. But a NaN lse says that the row is NaN, whatever stands in it.
-    const bool copy = live == 1 && lse == lse;
-
+    float merged_lse;
     int64_t d = int64_t{threadIdx.x} * kVector;
     const int64_t step = int64_t{blockDim.x} * kVector;
     do {  // once even for head_dim 0, for the lse
-      Chunk result[kPieces] = {};
-      if (copy) {
-        for (int j = 0; j < kPieces; ++j)
-          if (d + j * step < p.head_dim) result[j] = load<Chunk>(outs + lone * p.outs_stride[0] + d + j * step);
-      } else if (live > 0) {
-        float o[kPieces][kVector] = {};
-        SoftmaxState<Natural> state;
-        for (int64_t first = 0; first < p.partials; first += kBatch) {
-          Chunk part[kBatch][kPieces] = {};
-          float part_lse[kBatch];
+      SoftmaxState<Natural> state;
+      int64_t live = 0, lone = 0;  // partials that count; the last of them, and its lse
+      float lone_lse = -kInf;
+      float o[kPieces][kVector] = {};
+      for (int64_t first = 0; first < p.partials; first += kBatch) {
+        Chunk part[kBatch][kPieces] = {};
+        float lse[kBatch], weight[kBatch];
 #pragma unroll
-          for (int k = 0; k < kBatch; ++k) {
-            const bool there = first + k < p.partials;
-            part_lse[k] = there ? __ldg(lses + (first + k) * p.lses_stride[0]) : -kInf;
-            for (int j = 0; j < kPieces; ++j)
-              if (there && d + j * step < p.head_dim)
-                part[k][j] = load<Chunk>(outs + (first + k) * p.outs_stride[0] + d + j * step);
-          }
+        for (int k = 0; k < kBatch; ++k) {
+          const bool there = first + k < p.partials;
+          lse[k] = there ? __ldg(lses + (first + k) * p.lses_stride[0]) : -kInf;
 #pragma unroll
-          for (int k = 0; k < kBatch; ++k) {
-            if (part_lse[k] == -kInf) continue;
-            const bool fresh = state.empty();
-            const MergeWeights weight = merge(state, SoftmaxState<Natural>{part_lse[k], 1});
-            for (int j = 0; j < kPieces; ++j) {
-              for (int v = 0; v < kVector; ++v) {
-                const float x = T::load(part[k][j].value[v]);
-                o[j][v] = fresh ? x : o[j][v] * weight.a + x * weight.b;
-              }
-            }
-          }
+          for (int j = 0; j < kPieces; ++j)
+            if (there && d + j * step < p.head_dim)
+              part[k][j] = load<Chunk>(outs + (first + k) * p.outs_stride[0] + d + j * step);
         }
-        const float scale = live == 1 ? lse : 1 / state.sum;  // live == 1: the lse is NaN
-        if (live > 1) lse = state.lse();
-        for (int j = 0; j < kPieces; ++j)
-          for (int v = 0; v < kVector; ++v) result[j].value[v] = T::store(o[j][v] * scale);
+        const SoftmaxState<Natural> batch = merge_all<Natural>(lse, weight);
+        if (batch.empty()) continue;
+        const MergeWeights scale = merge(state, batch);
+        if (first > 0)
+#pragma unroll
+          for (int j = 0; j < kPieces; ++j)
+            for (int v = 0; v < kVector; ++v) o[j][v] *= scale.a;
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          if (lse[k] == -kInf) continue;
+          lone = first + k;
+          lone_lse = lse[k];
+          ++live;
+#pragma unroll
+          for (int j = 0; j < kPieces; ++j)
+            for (int v = 0; v < kVector; ++v) o[j][v] += part[k][j].get(v) * (weight[k] * scale.b);
+        }
       }
-      for (int j = 0; j < kPieces; ++j)
-        if (d + j * step < p.head_dim) store(out + d + j * step, result[j]);
+      // A lone partial is copied bit for bit. But a NaN lse says that the row is NaN, whatever stands in it.
+      const bool copy = live == 1 && lone_lse == lone_lse;
+      merged_lse = copy ? lone_lse : state.lse();
+      const float scale = live > 0 ? 1 / state.sum : 0;
+#pragma unroll
+      for (int j = 0; j < kPieces; ++j) {
+        if (d + j * step >= p.head_dim) continue;
+        Chunk result;
+        for (int v = 0; v < kVector; ++v) result.set(v, o[j][v] * scale);
+        if (copy) result = load<Chunk>(outs + lone * p.outs_stride[0] + d + j * step);
+        store(out + d + j * step, result);
+      }
       d += kPieces * step;
     } while (d < p.head_dim);
-    if (threadIdx.x == 0) p.lse[(row.batch * p.heads + row.head) * p.tokens + row.token] = lse;
+    if (threadIdx.x == 0) p.lse[(row.batch * p.heads + row.head) * p.tokens + row.token] = merged_lse;
   }
 }
 
@@ -106,21 +102,21 @@ bool vectors_fit(const MergeParams& p, int64_t element) {
   return widest_vector(all | static_cast<uintptr_t>(p.head_dim * element)) == kVectorBytes;
 }
 
-template <class T, int kVector> void launch_merge(const MergeParams& p, cudaStream_t stream) {
+template <class T, int kVector, int kPieces, int kBatch> void launch_merge(const MergeParams& p, cudaStream_t stream) {
   const int64_t rows = p.batch * p.tokens * p.heads, pieces = ceil_div(p.head_dim, kVector * kPieces);
   unsigned row_threads = 1;
   while (row_threads < kMaxRowThreads && row_threads < pieces) row_threads *= 2;
   const dim3 block(row_threads, kThreads / row_threads);
   const auto grid = static_cast<unsigned>(min_of<int64_t>(ceil_div(rows, block.y), INT32_MAX));
-  merge_kernel<T, kVector><<<grid, block, 0, stream>>>(p);
+  merge_kernel<T, kVector, kPieces, kBatch><<<grid, block, 0, stream>>>(p);
 }
 
 template <class T> void launch_merge(const MergeParams& p, cudaStream_t stream) {
   constexpr int kElement = sizeof(typename T::Storage);
   if (vectors_fit(p, kElement)) {
-    launch_merge<T, kVectorBytes / kElement>(p, stream);
+    launch_merge<T, kVectorBytes / kElement, 2, 4>(p, stream);
   } else {
-    launch_merge<T, 1>(p, stream);
+    launch_merge<T, 1, 2, 4>(p, stream);
   }
 }
 

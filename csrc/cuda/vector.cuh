@@ -1,6 +1,8 @@
 // Neighbouring values that one thread moves at once, and index arithmetic that all kernels share.
 #pragma once
-#include "core/portability.h"
+#include <type_traits>
+
+#include "core/half.h"
 
 namespace flashq::cuda {
 
@@ -14,6 +16,35 @@ template <class Chunk> __device__ __forceinline__ Chunk load(const void* from) {
 template <class Chunk> __device__ __forceinline__ void store(void* to, const Chunk& chunk) {
   *static_cast<Chunk*>(to) = chunk;
 }
+
+// kCount neighbouring values of T (Float32, Float16, Bfloat16), in words of 32 bits where they fill some: of 16-bit
+// members the compiler gives each a register of its own from the load on.
+template <class T, int kCount> struct Packed {
+  using Storage = typename T::Storage;
+  static constexpr int kBytes = kCount * static_cast<int>(sizeof(Storage));
+  using Word = std::conditional_t<kBytes % 4 == 0, uint32_t, uint16_t>;
+  static constexpr int kInWord = sizeof(Word) / sizeof(Storage);
+
+  Vector<Word, kCount / kInWord> words;
+
+  __device__ float get(int i) const {
+    const Word word = words.value[i / kInWord];
+    if constexpr (sizeof(Storage) == 4)
+      return float_of(word);
+    else
+      return T::load(static_cast<uint16_t>(word >> (16 * (i % kInWord))));
+  }
+  // Of 16-bit values in the order of i: the first of a word overwrites it.
+  __device__ void set(int i, float x) {
+    if constexpr (sizeof(Storage) == 4) {
+      words.value[i] = bits_of(x);
+    } else {
+      const Word bits = static_cast<Word>(Word{T::store(x)} << (16 * (i % kInWord)));
+      Word& word = words.value[i / kInWord];
+      word = i % kInWord ? static_cast<Word>(word | bits) : bits;
+    }
+  }
+};
 
 // The widest vector, in bytes, up to kVectorBytes, that fits every address and byte stride whose bits are or-ed in
 // `all`.

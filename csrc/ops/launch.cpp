@@ -61,6 +61,7 @@ Call::Call(const Op& op, const Tensor& leader)
   launch_.device = leader.get_device_index();
   guard_.emplace(launch_.device);
   launch_.stream = current_stream(op, launch_.device);
+  launch_.check = check_mode();
 }
 
 Tensor Call::empty(torch::headeronly::IntHeaderOnlyArrayRef size, ScalarType dtype) const {

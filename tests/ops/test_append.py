@@ -24,31 +24,34 @@ def make_slots(tokens: int, capacity: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page_size", [1, 16, 48])
-def test_kv_append(page_size: int, dtype: torch.dtype, layout: str, isa: str) -> None:
+def test_kv_append(page_size: int, dtype: torch.dtype, layout: str, backend: torch.device) -> None:
     for head_dim in (8, 80, 128):
         for index_dtype in INDEX_DTYPES:
             pages = 96 // page_size
-            k, v = (lay_out(randn(37, 3, head_dim, dtype=dtype, seed=i), layout) for i in (1, 2))
+            k, v = (randn(37, 3, head_dim, dtype=dtype, seed=i) for i in (1, 2))
+            caches = [randn(pages, page_size, 3, head_dim, dtype=dtype, seed=i) for i in (3, 4)]
             k[0, 0, 0] = float("nan")  # a copy, whatever the bits
-            cache_layout = "padded" if layout == "one_head" else layout
-            caches = [lay_out(randn(pages, page_size, 3, head_dim, dtype=dtype, seed=i), cache_layout) for i in (3, 4)]
-            expected = [c.clone() for c in caches]
             slots = make_slots(37, pages * page_size, index_dtype)
-            flashq.kv_append_(k, v, *caches, slots)
-            reference.kv_append_(k, v, *expected, slots)
+            k, v = (lay_out(x.to(backend), layout) for x in (k, v))
+            cache_layout = "padded" if layout == "one_head" else layout
+            caches = [lay_out(c.to(backend), cache_layout) for c in caches]
+            expected = [c.cpu() for c in caches]
+            flashq.kv_append_(k, v, *caches, slots.to(backend))
+            reference.kv_append_(k.cpu(), v.cpu(), *expected, slots)
             for got, truth in zip(caches, expected, strict=True):
-                torch.testing.assert_close(got, truth, rtol=0, atol=0, equal_nan=True)
+                torch.testing.assert_close(got.cpu(), truth, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.contract(2)
 @pytest.mark.parametrize("strided", range(4))
-def test_every_tensor_of_an_append_has_strides_of_its_own(strided: int, isa: str) -> None:
+def test_every_tensor_of_an_append_has_strides_of_its_own(strided: int, backend: torch.device) -> None:
     tensors = [randn(n, *page, 2, 24, seed=i) for i, (n, page) in enumerate([(5, ()), (5, ()), (3, (4,)), (3, (4,))])]
-    k, v, *caches = (lay_out(x, "padded") if i == strided else x.clone() for i, x in enumerate(tensors))
+    at_home = (x.to(backend, copy=True) for x in tensors)
+    k, v, *caches = (lay_out(x, "padded") if i == strided else x for i, x in enumerate(at_home))
     slots = torch.tensor([11, 0, 6, -1, 3])
-    flashq.kv_append_(k, v, *caches, slots)
+    flashq.kv_append_(k, v, *caches, slots.to(backend))
     reference.kv_append_(*tensors, slots)
-    assert all(map(torch.equal, caches, tensors[2:]))
+    assert all(torch.equal(c.cpu(), truth) for c, truth in zip(caches, tensors[2:], strict=True))
     if strided < 2:  # planes are contiguous
         k, v = (randn(5, 2, 64, seed=i) for i in range(2))
         codes, norms = torch.zeros(3, 2, 4, 32, dtype=torch.uint8), torch.zeros(3, 2, 4, 1, dtype=torch.float16)
@@ -86,12 +89,17 @@ def test_tbq4_append(page_size: int, dtype: torch.dtype, layout: str, isa: str) 
 
 
 @pytest.mark.contract(14)
-def test_nothing_to_append(isa: str) -> None:
-    cache = torch.ones(2, 4, 1, 64)
-    none = torch.empty(0, 1, 64)
-    flashq.kv_append_(none, none, cache, cache.clone(), torch.empty(0, dtype=torch.int32))
-    flashq.kv_append_(cache[0], cache[0], cache[:0], cache[:0], torch.full((4,), -1))
-    assert torch.equal(cache, torch.ones(2, 4, 1, 64))
+def test_nothing_to_append(backend: torch.device) -> None:
+    cache = torch.ones(2, 4, 1, 64, device=backend)
+    none = torch.empty(0, 1, 64, device=backend)
+    flashq.kv_append_(none, none, cache, cache.clone(), torch.empty(0, dtype=torch.int32, device=backend))
+    skipped = torch.full((4,), -1, device=backend)
+    for empty in (cache[:0], cache[:, :0]):
+        flashq.kv_append_(cache[0], cache[0], empty, empty, skipped)
+    flashq.kv_append_(cache[0, :, :0], cache[0, :, :0], cache[:, :, :0], cache[:, :, :0], skipped)
+    flashq.kv_append_(cache[0, ..., :0], cache[0, ..., :0], cache[..., :0], cache[..., :0], skipped)
+    assert torch.equal(cache.cpu(), torch.ones(2, 4, 1, 64))
+    cache = cache.cpu()
     planes = [torch.zeros(0, 1, 4, 32, dtype=torch.uint8), torch.zeros(0, 1, 4, 1, dtype=torch.float16)] * 2
     flashq.tbq4_append_(cache[0], cache[0], *planes, torch.full((4,), -1))
 
@@ -108,6 +116,23 @@ def test_slots_past_the_cache_write_nothing() -> None:
             flashq.tbq4_append_(k, k, *planes, torch.tensor(slots))
     assert not cache.any()
     assert not any(p.any() for p in planes)
+
+
+@pytest.mark.cuda
+@pytest.mark.contract(9)
+@pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
+def test_slots_past_the_cache_are_skipped_on_cuda(index_dtype: torch.dtype) -> None:
+    """Nothing around the cache is written, in a room of which the cache is the middle."""
+    k = torch.ones(6, 2, 64, device="cuda")
+    room = torch.zeros(2, 12, 4, 2, 64, device="cuda")
+    caches = room[:, 4:8]
+    top = torch.iinfo(index_dtype).max
+    slots = torch.tensor([16, 3, 2**30, top, -top - 1, 17], dtype=index_dtype, device="cuda")
+    for k_cache, v_cache, written in ((*caches, 2), (*caches[:, :0], 0), (*caches[:, :, :0], 0)):
+        room.zero_()
+        flashq.kv_append_(k, k, k_cache, v_cache, slots)
+        assert caches[:, 0, 3].sum() == written * 128
+        assert room.sum() == written * 128
 
 
 def test_append_then_attend(isa: str) -> None:
