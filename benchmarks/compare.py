@@ -13,7 +13,10 @@ from benchmarks.measure import Result, Spread
 from benchmarks.report import read_json
 
 LEAST_CHANGE = 0.02  # smaller changes are never called one
-SAME_GROUND = ("cpu", "cores", "threads", "cpu_level", "torch", "compiler")
+SAME_GROUND = (
+    *("gpu", "driver", "cuda", "power_limit", "mode"),
+    *("cpu", "cores", "threads", "cpu_level", "torch", "compiler"),
+)
 
 
 @dataclass

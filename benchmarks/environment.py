@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -17,13 +18,63 @@ from flashq.cli import machine
 
 ROOT = Path(__file__).parent.parent
 
+Environment = dict[str, str | int | float | bool | None]
+
+# nvidia-smi's name -> ours. MHz, W, degrees Celsius.
+SMI_FIELDS = {
+    "driver_version": "driver",
+    "clocks.sm": "sm_clock",
+    "clocks.max.sm": "max_sm_clock",
+    "clocks.mem": "memory_clock",
+    "power.limit": "power_limit",
+    "temperature.gpu": "temperature",
+}
+
 
 def _git(*arguments: str) -> str | None:
     done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def describe_environment() -> dict[str, str | int | float | bool | None]:
+def parse_smi(line: str) -> dict[str, str | float | None]:
+    """A line of `nvidia-smi --query-gpu` with SMI_FIELDS: text for the driver, else numbers; None: it does not say."""
+    values: dict[str, str | float | None] = dict.fromkeys(SMI_FIELDS.values())
+    for name, text in zip(SMI_FIELDS.values(), line.split(","), strict=False):
+        if name == "driver":
+            values[name] = text.strip() or None
+        elif re.fullmatch(r"\d+(\.\d+)?", text.strip()):
+            values[name] = float(text)
+    return values
+
+
+def read_smi(device: int = 0) -> dict[str, str | float | None]:
+    """The driver, and this moment's clocks and limits of a GPU; nothing is changed."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader,nounits"]
+    command.append(f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return parse_smi("")
+    return parse_smi(done.stdout if done.returncode == 0 else "")
+
+
+def describe_gpu() -> Environment:
+    """More facts for the header of a run on the current GPU; its clocks as they are now."""
+    device = torch.cuda.current_device()
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "gpu": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "sms": properties.multi_processor_count,
+        "l2_bytes": properties.L2_cache_size,
+        "gpu_bytes": properties.total_memory,
+        "cuda": torch.version.cuda,
+        "cuda_archs": flashq.libraries.cuda_archs,
+        **read_smi(device),
+    }
+
+
+def describe_environment() -> Environment:
     """Facts for the header. `dirty`: tracked files differ from the commit; None outside a git checkout.
 
     There, on a machine that got a copy of the tree, FLASHQ_COMMIT names the commit of the copy.

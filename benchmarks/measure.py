@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from flashq.cli.timing import Call, take_turns, times_as_fast
+
+UNIT_SIZE = {"GFLOP/s": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12, "launches/s": 1.0}
 
 
 @dataclass
@@ -22,15 +24,18 @@ class Setup:
     """The most of `work` a second that this machine can do, measured anew at every call."""
 
 
+SetupType = TypeVar("SetupType")
+
+
 @dataclass
-class Case:
+class Case(Generic[SetupType]):
     """A row to be measured; `prepare` allocates only when it is its turn."""
 
     suite: str
     name: str
     unit: str
-    """"GFLOP/s", "GB/s"."""
-    prepare: Callable[[], Setup]
+    """A key of UNIT_SIZE."""
+    prepare: Callable[[], SetupType]
 
 
 @dataclass
@@ -59,6 +64,10 @@ class Result:
     ratios: dict[str, float]
     """How many times as fast the first contender is as each other one: the median over the rounds."""
     seconds: dict[str, Spread] = field(default_factory=dict)
+    alone: float | None = None
+    """On GPUs: seconds of one call of the first contender with nothing before it and its inputs out of the L2."""
+    host: dict[str, float] = field(default_factory=dict)
+    """On GPUs: seconds that a call of each contender keeps the host."""
 
     @property
     def share(self) -> float | None:
@@ -91,23 +100,34 @@ def spread_of(values: Sequence[float]) -> Spread:
     return Spread(middle, low, high, len(values))
 
 
-def measure(case: Case, seconds: float, device: str = "cpu") -> Result:
-    """Measure one row for about `seconds`; the ceiling takes its turn in every round."""
+def summarize(case: Case[Any], work: float, taken: Mapping[str, Sequence[float]], ceilings: Sequence[float]) -> Result:
+    """The row of what was measured.
+
+    Args:
+        work: floating-point operations or bytes of one call.
+        taken: contender -> seconds a call, one entry a round; the first is the one that the row is about.
+        ceilings: the most of `work` a second, one entry a round, or nothing.
+    """
+    own, *others = taken
+    return Result(
+        suite=case.suite,
+        name=case.name,
+        unit=case.unit,
+        rate=work / statistics.median(taken[own]) / UNIT_SIZE[case.unit],
+        ceiling=statistics.median(ceilings) / UNIT_SIZE[case.unit] if any(ceilings) else None,
+        ratios={other: times_as_fast(taken, own, other) for other in others},
+        seconds={name: spread_of(values) for name, values in taken.items()},
+    )
+
+
+def measure(case: Case[Setup], seconds: float) -> Result:
+    """Measure one row of the CPU for about `seconds`; the ceiling takes its turn in every round."""
     setup = case.prepare()
     ceilings: list[float] = []
     calls = dict(setup.contenders)
     ceiling = setup.ceiling
     if ceiling is not None:
         calls["ceiling"] = lambda: ceilings.append(ceiling())
-    taken = take_turns(calls, seconds=seconds, device=device, sample=5e-3)
+    taken = take_turns(calls, seconds=seconds, sample=5e-3)
     taken.pop("ceiling", None)
-    own, *others = taken
-    return Result(
-        suite=case.suite,
-        name=case.name,
-        unit=case.unit,
-        rate=setup.work / statistics.median(taken[own]) / 1e9,
-        ceiling=statistics.median(ceilings) / 1e9 if any(ceilings) else None,
-        ratios={other: times_as_fast(taken, own, other) for other in others},
-        seconds={name: spread_of(values) for name, values in taken.items()},
-    )
+    return summarize(case, setup.work, taken, ceilings)

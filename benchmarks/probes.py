@@ -1,4 +1,4 @@
-"""The ceilings of this machine, measured by probes.cpp."""
+"""The ceilings of this machine's CPU, measured by probes.cpp; and how probes are compiled."""
 
 from __future__ import annotations
 
@@ -25,9 +25,29 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashq"
 
 
+def compile_library(source: Path, compiler: str, flags: list[str], salt: str = "") -> ctypes.CDLL:
+    """Compile `source`, once a content, compiler, flags and `salt`, and load it.
+
+    Raises:
+        RuntimeError: the compiler fails.
+    """
+    key = hashlib.sha256("\0".join([source.read_text(), *flags, compiler, salt]).encode()).hexdigest()[:16]
+    path = cache_folder() / f"{source.stem}-{key}.so"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            fresh = Path(folder, path.name)
+            command = [compiler, *flags, str(source), "-o", str(fresh)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise RuntimeError(f"benchmarks: compiling the probes failed: {done.stderr.strip()[:500]}")
+            fresh.replace(path)
+    return ctypes.CDLL(str(path))
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Compile the probes for this CPU, once a source and CPU model, and load them.
+    """The probes for this CPU.
 
     Raises:
         RuntimeError: there is no C++ compiler, or it fails.
@@ -35,18 +55,7 @@ def library() -> ctypes.CDLL:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         raise RuntimeError("benchmarks: the ceilings need a C++ compiler: expected c++ on PATH or CXX, found none")
-    key = hashlib.sha256("\0".join([SOURCE.read_text(), *FLAGS, compiler, cpu_model()]).encode()).hexdigest()[:16]
-    path = cache_folder() / f"probes-{key}.so"
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            fresh = Path(folder, path.name)
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(fresh)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise RuntimeError(f"benchmarks: compiling the probes failed: {done.stderr.strip()[:500]}")
-            fresh.replace(path)
-    loaded = ctypes.CDLL(str(path))
+    loaded = compile_library(SOURCE, compiler, FLAGS, cpu_model())
     for function in (loaded.probe_fma, loaded.probe_bf16, loaded.probe_read):
         function.restype = ctypes.c_double
     loaded.probe_fma.argtypes = loaded.probe_bf16.argtypes = [ctypes.c_int, ctypes.c_int64]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,22 @@ from benchmarks.measure import Result
 from flashq.cli.timing import format_seconds
 
 HEADER = ["suite", "row", "contender", "median_s", "q1_s", "q3_s", "rounds", "rate", "unit", "ceiling", "x"]
-UNITS = {"prefill": "% of the FMA peak", "decode": "% of the read probe", "tbq4": "% of the read probe", "codec": ""}
+UNITS = {
+    ("cpu", "prefill"): "% of the FMA peak",
+    ("cpu", "decode"): "% of the read probe",
+    ("cpu", "tbq4"): "% of the read probe",
+    ("gpu", "codec"): "% of copy",
+    ("gpu", "append"): "% of copy",
+    ("gpu", "merge"): "% of copy",
+}
 
 
-def file_stem(environment: dict[str, Any], suite: str) -> str:
-    """cpu-amd-epyc-2t-avx2: what a result file is called."""
-    words = [suite, environment["cpu"], f"{environment['threads']}t", environment["cpu_level"]]
+def file_stem(environment: dict[str, Any], command: str) -> str:
+    """cpu-amd-epyc-2t-avx2, cuda-nvidia-h200-hot: what a result file is called."""
+    if "gpu" in environment:
+        words = [command, environment["gpu"], environment["mode"]]
+    else:
+        words = [command, environment["cpu"], f"{environment['threads']}t", environment["cpu_level"]]
     return "-".join(re.sub(r"[^a-z0-9]+", "-", str(word).lower()).strip("-") for word in words)
 
 
@@ -39,14 +50,35 @@ def read_json(path: Path) -> tuple[dict[str, Any], list[Result]]:
         raise ValueError(f"benchmarks: {path}: expected a result of `python -m benchmarks`, got {error!r}") from error
 
 
+def _number(value: Any, unit: str) -> str:
+    return "unknown" if value is None else f"{value:.0f} {unit}"
+
+
+def _describe_gpu(environment: dict[str, Any]) -> str:
+    """The GPU, with its clocks under load, and the ceilings of the run."""
+    pause = "back to back" if environment["mode"] == "hot" else f"after pauses of {environment['pause']:g} s"
+    return (
+        f"{environment['gpu']} (compute capability {environment['compute_capability']}, {environment['sms']} SMs, "
+        f"{environment['l2_bytes'] / 2**20:.0f} MiB of L2, power limit {_number(environment['power_limit'], 'W')}), "
+        f"driver {environment['driver'] or 'unknown'}, CUDA {environment['cuda']}, flashq built for "
+        f"{environment['cuda_archs']}; under load SM clock {_number(environment['sm_clock'], 'MHz')} of "
+        f"{_number(environment['max_sm_clock'], 'MHz')}, memory clock {_number(environment['memory_clock'], 'MHz')}, "
+        f"{_number(environment['temperature'], 'degrees Celsius')}. Ceilings: read "
+        f"{environment['read_rate'] / 1e12:.2f} TB/s, copy {environment['copy_rate'] / 1e12:.2f} TB/s (read and "
+        f"written), bf16 products {environment['matmul_rate'] / 1e12:.0f} TFLOP/s. Replays {pause}. "
+    )
+
+
 def describe(environment: dict[str, Any]) -> str:
-    """The header in two lines of text."""
+    """The header as text."""
     commit = str(environment["commit"]) + (" with local changes" if environment["dirty"] else "")
     return (
         f"{environment['date']}, flashq {environment['flashq']} ({commit}), torch {environment['torch']}, "
-        f"Python {environment['python']}, {environment['compiler']}. {environment['cpu']}, {environment['cores']} "
-        f"cores, {environment['threads']} threads, {environment['cpu_level']}; load {environment['load_average']:.1f} "
-        f"at the start. Command: `{environment['command']}`."
+        f"Python {environment['python']}, {environment['compiler']}. "
+        + (_describe_gpu(environment) if "gpu" in environment else "")
+        + f"{environment['cpu']}, {environment['cores']} cores, {environment['threads']} threads, "
+        f"{environment['cpu_level']}; load {environment['load_average']:.1f} at the start. "
+        f"Command: `{environment['command']}`."
     )
 
 
@@ -54,23 +86,43 @@ def _peers(results: list[Result]) -> list[str]:
     return list(dict.fromkeys(peer for result in results for peer in result.ratios))
 
 
-def markdown_tables(results: list[Result]) -> str:
-    """One table a suite: a row's time, rate, share of the ceiling, and how many times as fast as each peer."""
-    parts = []
-    for suite in dict.fromkeys(result.suite for result in results):
-        rows = [result for result in results if result.suite == suite]
-        peers = _peers(rows)
-        ceiling = [UNITS.get(suite) or "% of ceiling"] if any(row.ceiling for row in rows) else []
-        header = [suite, "median", rows[0].unit, *ceiling, *(f"x {peer}" for peer in peers)]
-        lines = ["| " + " | ".join(header) + " |", "| --- |" + " ---: |" * (len(header) - 1)]
-        for row in rows:
-            own = next(iter(row.seconds.values()))
-            share = [f"{row.share:.0%}" if row.share else ""] if ceiling else []
-            ratios = [f"{row.ratios[peer]:.2f}" if peer in row.ratios else "" for peer in peers]
-            cells = [row.name, format_seconds(own.median), f"{row.rate:.3g}", *share, *ratios]
-            lines.append("| " + " | ".join(cells) + " |")
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts) + "\n"
+def _own(result: Result) -> str:
+    """The contender that the row is about."""
+    return next(iter(result.seconds))
+
+
+def _time(seconds: float | None) -> str:
+    return "" if seconds is None else format_seconds(seconds)
+
+
+def _table(suite: str, rows: list[Result], place: str) -> str:
+    """A row's time, rate, share of the ceiling, how many times as fast as each peer, and what else is known."""
+    columns: dict[str, Callable[[Result], str]] = {
+        suite: lambda row: row.name,
+        "median": lambda row: format_seconds(row.seconds[_own(row)].median),
+        rows[0].unit: lambda row: f"{row.rate:.3g}",
+    }
+    if any(row.ceiling for row in rows):
+        label = UNITS.get((place, suite), "% of ceiling")
+        columns[label] = lambda row: f"{row.share:.0%}" if row.share else ""
+    for peer in _peers(rows):
+        columns[f"x {peer}"] = lambda row, peer=peer: f"{row.ratios[peer]:.2f}" if peer in row.ratios else ""
+    if place == "gpu":
+        columns["one call alone"] = lambda row: _time(row.alone)
+        columns["host"] = lambda row: _time(row.host.get(_own(row)))
+        for peer in _peers(rows):
+            columns[f"host of {peer}"] = lambda row, peer=peer: (
+                format_seconds(row.host[peer]) if peer in row.host else ""
+            )
+    lines = ["| " + " | ".join(columns) + " |", "| --- |" + " ---: |" * (len(columns) - 1)]
+    lines += ["| " + " | ".join(text(row) for text in columns.values()) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def markdown_tables(results: list[Result], place: str = "cpu") -> str:
+    """One table a suite. `place`: "cpu" or "gpu"."""
+    suites = dict.fromkeys(result.suite for result in results)
+    return "\n\n".join(_table(suite, [row for row in results if row.suite == suite], place) for suite in suites) + "\n"
 
 
 def write_csv(path: Path, results: list[Result]) -> None:
@@ -115,17 +167,22 @@ def draw(path: Path, title: str, results: list[Result]) -> None:
     plt.close(figure)
 
 
-def write_all(folder: Path, stem: str, environment: dict[str, Any], results: list[Result]) -> list[Path]:
-    """Write the four files; the plot only where matplotlib is. Returns what was written."""
+def write_all(
+    folder: Path, stem: str, environment: dict[str, Any], results: list[Result], plot: bool = True
+) -> list[Path]:
+    """Write json, markdown, csv and, where matplotlib is, a plot. Returns what was written."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{stem}.{ending}" for ending in ("json", "md", "csv")]
     paths[0].write_text(to_json(environment, results))
-    paths[1].write_text(f"{describe(environment)}\n\n{markdown_tables(results)}")
+    place = "gpu" if "gpu" in environment else "cpu"
+    paths[1].write_text(f"{describe(environment)}\n\n{markdown_tables(results, place)}")
     write_csv(paths[2], results)
+    if not plot:
+        return paths
     try:
-        plot = folder / f"{stem}.png"
-        draw(plot, f"{environment['cpu']}, {environment['threads']} threads, {environment['cpu_level']}", results)
-        paths += [plot] * plot.is_file()
+        picture = folder / f"{stem}.png"
+        draw(picture, f"{environment['cpu']}, {environment['threads']} threads, {environment['cpu_level']}", results)
+        paths += [picture] * picture.is_file()
     except ModuleNotFoundError:
         pass
     return paths

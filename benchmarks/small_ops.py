@@ -1,0 +1,172 @@
+"""The rows of `python -m benchmarks cuda`: everything around attention, beside copies of as many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import flashq
+from benchmarks import gpu_probes
+from benchmarks.gpu import GpuSetup, input_sets
+from benchmarks.measure import Case
+from flashq import tbq4
+from flashq.cli.timing import Call
+
+PAGE_SIZE = 64
+HEADS = 8
+COPY = "torch copy_ of as many bytes"
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+def _random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
+
+
+def _copy_of(work: float) -> Call:
+    """Reads and writes `work` bytes in all."""
+    source = torch.randint(0, 256, (round(work) // 32 * 16,), device="cuda", dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def _setup(own: Callable[[int], Mapping[str, Call]], work: float) -> GpuSetup:
+    """The contenders of `own` beside a copy, with the copy rate as ceiling."""
+    return GpuSetup(lambda index: {**own(index), COPY: _copy_of(work)}, work, work, "copy")
+
+
+# --- launches ---------------------------------------------------------------------------------------------------------
+
+
+def overhead_cases() -> Iterator[Case[GpuSetup]]:
+    """What remains of any row when the kernel has nothing to do."""
+    setup = GpuSetup(lambda index: {"empty": gpu_probes.launch_empty}, 1.0, 0.0)
+    yield Case("overhead", "empty kernel", "launches/s", lambda: setup)
+
+
+# --- TBQ4 codec -------------------------------------------------------------------------------------------------------
+
+
+def _plane_bytes(head_dim: int) -> int:
+    """Codes and norms of one row."""
+    return head_dim // 2 + 2 * head_dim // tbq4.block_width(head_dim)
+
+
+def _prepare_codec(op: str, dtype: torch.dtype, tokens: int, heads: int, head_dim: int) -> GpuSetup:
+    def contenders(index: int) -> dict[str, Call]:
+        x = _random(tokens, heads, head_dim, dtype=dtype, seed=index)
+        if op == "tbq4_dequantize":
+            codes, norms = torch.ops.flashq.tbq4_quantize(x)
+            return {"flashq": lambda: torch.ops.flashq.tbq4_dequantize(codes, norms, dtype=dtype)}
+        return {"flashq": lambda: getattr(torch.ops.flashq, op)(x)}
+
+    row_bytes = head_dim * dtype.itemsize
+    other_bytes = row_bytes if op == "tbq4_rotate" else _plane_bytes(head_dim)
+    return _setup(contenders, tokens * heads * (row_bytes + other_bytes))
+
+
+def codec_cases(quick: bool) -> Iterator[Case[GpuSetup]]:
+    large = 256 if quick else 8192
+    shapes = [(dtype, large, 128) for dtype in (BF16, FP16, FP32)] + [(BF16, large, 64), (BF16, large, 256)]
+    for op in ("tbq4_quantize", "tbq4_dequantize", "tbq4_rotate"):
+        for dtype, tokens, head_dim in [*shapes, (BF16, 64, 128)]:
+            name = f"{op} {NAMES[dtype]} {tokens} tokens heads {HEADS} D{head_dim}"
+            yield Case("codec", name, "GB/s", partial(_prepare_codec, op, dtype, tokens, HEADS, head_dim))
+
+
+# --- appends ----------------------------------------------------------------------------------------------------------
+
+
+def _slots(sets: int, tokens: int, step: bool) -> Tensor:
+    """int64 (sets, tokens), all different. A step's tokens lie anywhere; others fill pages, which lie anywhere."""
+    pages = -(-sets * tokens // PAGE_SIZE)
+    if step:
+        slots = torch.randperm(pages * PAGE_SIZE, device="cuda")
+    else:
+        slots = torch.arange(pages * PAGE_SIZE, device="cuda").view(pages, PAGE_SIZE)
+        slots = slots[torch.randperm(pages, device="cuda")].flatten()
+    return slots[: sets * tokens].view(sets, tokens)
+
+
+def _prepare_append(op: str, dtype: torch.dtype, tokens: int, head_dim: int, step: bool, offsets: bool) -> GpuSetup:
+    """K and V of `tokens` tokens go into one cache; every input set has slots of its own."""
+    row_bytes = head_dim * dtype.itemsize
+    written = row_bytes if op == "kv_append_" else _plane_bytes(head_dim)
+    work = tokens * (2.0 * HEADS * (row_bytes + written) + 8)
+    if offsets:
+        work += (tokens if step else tokens // PAGE_SIZE) * HEADS * head_dim * 2.0
+    slots = _slots(input_sets(work), tokens, step)
+    pages = -(-slots.numel() // PAGE_SIZE)
+    if op == "kv_append_":
+        planes = [_random(pages, PAGE_SIZE, HEADS, head_dim, dtype=dtype, seed=seed) for seed in (0, 1)]
+    else:
+        blocks = head_dim // tbq4.block_width(head_dim)
+        planes = []
+        for _ in "kv":
+            planes.append(torch.zeros(pages, HEADS, PAGE_SIZE, head_dim // 2, device="cuda", dtype=torch.uint8))
+            planes.append(torch.zeros(pages, HEADS, PAGE_SIZE, blocks, device="cuda", dtype=FP16))
+    page_offsets = _random(pages, HEADS, head_dim, dtype=FP16, seed=2) if offsets else None
+
+    def contenders(index: int) -> dict[str, Call]:
+        k, v = (_random(tokens, HEADS, head_dim, dtype=dtype, seed=3 * index + part) for part in range(2))
+        if op == "tbq4_append_":
+            return {"flashq": lambda: torch.ops.flashq.tbq4_append_(k, v, *planes, slots[index], page_offsets)}
+        rows = [plane.view(-1, HEADS, head_dim) for plane in planes]
+        return {
+            "flashq": lambda: torch.ops.flashq.kv_append_(k, v, *planes, slots[index]),
+            "torch index_copy_": lambda: [
+                to.index_copy_(0, slots[index], new) for to, new in zip(rows, (k, v), strict=True)
+            ],
+        }
+
+    return _setup(contenders, work)
+
+
+def append_cases(quick: bool) -> Iterator[Case[GpuSetup]]:
+    """A prompt, and a step: one token of each of 64 sequences."""
+    prompt = 256 if quick else 8192
+    plain = [(BF16, 128), (FP16, 128), (FP32, 128), (BF16, 64), (BF16, 256)]
+    rows = [(op, *shape, step, False) for op in ("kv_append_", "tbq4_append_") for shape in plain for step in (0, 1)]
+    rows += [("tbq4_append_", BF16, 128, step, True) for step in (0, 1)]
+    for op, dtype, head_dim, step, offsets in rows:
+        tokens = "64 sequences 1 token" if step else f"{prompt} tokens"
+        name = f"{op} {NAMES[dtype]} {tokens} heads {HEADS} D{head_dim}" + offsets * " offsets"
+        prepare = partial(_prepare_append, op, dtype, 64 if step else prompt, head_dim, bool(step), offsets)
+        yield Case("append", name, "GB/s", prepare)
+
+
+# --- merge ------------------------------------------------------------------------------------------------------------
+
+
+def _prepare_merge(dtype: torch.dtype, partials: int, tokens: int, heads: int, head_dim: int) -> GpuSetup:
+    def contenders(index: int) -> dict[str, Call]:
+        outs = _random(partials, tokens, heads, head_dim, dtype=dtype, seed=2 * index)
+        lses = _random(partials, heads, tokens, dtype=FP32, seed=2 * index + 1)
+        return {
+            "flashq": lambda: torch.ops.flashq.merge_states(outs, lses),
+            "eager": lambda: flashq.reference.merge_states(outs, lses),
+        }
+
+    return _setup(contenders, (partials + 1.0) * tokens * heads * (head_dim * dtype.itemsize + 4))
+
+
+def merge_cases(quick: bool) -> Iterator[Case[GpuSetup]]:
+    large = 256 if quick else 4096
+    for dtype, partials, tokens in (
+        (FP32, 8, large),
+        (BF16, 8, large),
+        (FP16, 8, large),
+        (BF16, 2, large),
+        (FP32, 8, 64),
+    ):
+        name = f"merge_states {NAMES[dtype]} {partials} partials {tokens} tokens heads 32 D128"
+        yield Case("merge", name, "GB/s", partial(_prepare_merge, dtype, partials, tokens, 32, 128))
+
+
+def cases(quick: bool = False) -> list[Case[GpuSetup]]:
+    """Every row, in the order of the report."""
+    return [*overhead_cases(), *codec_cases(quick), *append_cases(quick), *merge_cases(quick)]

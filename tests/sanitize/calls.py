@@ -1,0 +1,140 @@
+"""Small calls of every CUDA op, for compute-sanitizer: `python -m tests.sanitize.calls [REGEX of op names]`.
+
+Inputs are made on the CPU and copied, results are copied back: no kernel but flashq's own runs, so whatever a tool
+finds is flashq's, and initcheck, which also looks at the copies back, finds outputs that nothing wrote.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashq
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _random(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def _strided(*shape: int, dtype: torch.dtype) -> Tensor:
+    """A tensor with gaps between its rows and an unaligned base."""
+    *leading, last = shape
+    return _random(*leading, last + 3, dtype=dtype)[..., 1 : last + 1]
+
+
+def _codec_inputs() -> Iterator[Tensor]:
+    for dtype, head_dim in product(DTYPES, (64, 128, 256)):
+        yield _random(5, 3, head_dim, dtype=dtype)
+        yield _strided(67, 2, head_dim, dtype=dtype)
+        yield _random(0, 3, head_dim, dtype=dtype)
+
+
+def quantize() -> Iterator[Call]:
+    for x in _codec_inputs():
+        yield (x,), {}
+
+
+def dequantize() -> Iterator[Call]:
+    for x in _codec_inputs():
+        codes, norms = flashq.tbq4_quantize(x)
+        yield (codes, norms), {"dtype": x.dtype}
+        yield (codes.transpose(0, 1), norms.transpose(0, 1)), {}
+
+
+def rotate() -> Iterator[Call]:
+    for x, inverse in product(_codec_inputs(), (False, True)):
+        yield (x,), {"inverse": inverse}
+
+
+def _slots(tokens: int, last: int, dtype: torch.dtype) -> Tensor:
+    """Different slots up to `last`, the third one skipped."""
+    slots = torch.arange(last, last - tokens, -1, dtype=dtype)
+    slots[2:3] = -1
+    return slots
+
+
+def kv_append(beyond: int = 0) -> Iterator[Call]:
+    """`beyond`: so far past the cache's end are the slots, on a GPU skipped."""
+    for dtype, head_dim, page_size, index in product(DTYPES, (8, 128, 256), (1, 5, 16), (torch.int32, torch.int64)):
+        k, v = _random(5, 3, head_dim, dtype=dtype), _strided(5, 3, head_dim, dtype=dtype)
+        caches = [_random(16, page_size, 3, head_dim, dtype=dtype) for _ in "kv"]
+        yield (k, v, *caches, _slots(5, 16 * page_size - 1 + beyond, index)), {}
+
+
+def tbq4_append(beyond: int = 0) -> Iterator[Call]:
+    for dtype, head_dim, page_size, offsets in product(DTYPES, (64, 128, 256), (1, 5, 16), (False, True)):
+        k, v = _random(5, 3, head_dim, dtype=dtype), _strided(5, 3, head_dim, dtype=dtype)
+        planes = [
+            plane for _ in "kv" for plane in flashq.tbq4_quantize(_random(16, 3, page_size, head_dim, dtype=dtype))
+        ]
+        k_offsets = _random(16, 3, head_dim, dtype=torch.float16) if offsets else None
+        yield (k, v, *planes, _slots(5, 16 * page_size - 1 + beyond, torch.int64), k_offsets), {}
+
+
+def merge() -> Iterator[Call]:
+    for dtype, partials, head_dim in product(DTYPES, (1, 2, 9), (1, 72, 128)):
+        lses = _random(partials, 3, 5, dtype=torch.float32)
+        lses[0, 1] = -torch.inf
+        yield (_random(partials, 5, 3, head_dim, dtype=dtype), lses), {}
+        yield (_strided(partials, 5, 3, head_dim, dtype=dtype), _strided(partials, 3, 5, dtype=torch.float32)), {}
+    yield (torch.empty(0, 5, 3, 128), torch.empty(0, 3, 5)), {}
+
+
+CALLS: dict[str, Callable[[], Iterator[Call]]] = {
+    "tbq4_quantize": quantize,
+    "tbq4_dequantize": dequantize,
+    "tbq4_rotate": rotate,
+    "kv_append_": kv_append,
+    "tbq4_append_": tbq4_append,
+    "merge_states": merge,
+}
+# What the CPU refuses and a GPU, which cannot tell without waiting, has to survive.
+OUT_OF_RANGE: dict[str, Callable[[], Iterator[Call]]] = {
+    "kv_append_": lambda: kv_append(beyond=2),
+    "tbq4_append_": lambda: tbq4_append(beyond=2),
+}
+
+
+def to_gpu(x: Any) -> Any:
+    """A tensor with the same strides at the same place of a storage of the same size; anything else as it is."""
+    if not isinstance(x, Tensor):
+        return x
+    storage = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+    return storage.cuda().as_strided(x.size(), x.stride(), x.storage_offset())
+
+
+def run(op: str, call: Call) -> None:
+    """One call on the GPU; its outputs and the tensors it may write come back."""
+    arguments, options = call
+    moved = [to_gpu(argument) for argument in arguments]
+    outputs = getattr(torch.ops.flashq, op)(*moved, **options) or ()
+    for tensor in [*((outputs,) if isinstance(outputs, Tensor) else outputs), *moved]:
+        if isinstance(tensor, Tensor) and tensor.is_contiguous():
+            tensor.cpu()
+
+
+def main(pattern: str = "") -> None:
+    count = 0
+    for table in (CALLS, OUT_OF_RANGE):
+        for op, make in table.items():
+            if not re.search(pattern, op):
+                continue
+            for call in make():
+                run(op, call)
+                count += 1
+    torch.cuda.synchronize()
+    print(f"sanitize: {count} calls done", flush=True)
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main(*sys.argv[1:])

@@ -1,0 +1,107 @@
+"""The runner of compute-sanitizer: what it makes of the tools' output, and that its calls are valid."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from sanitize import __main__ as runner
+from sanitize import calls
+
+CLEAN = "========= COMPUTE-SANITIZER\nsanitize: 9 calls done\n========= ERROR SUMMARY: 0 errors\n"
+RACES = "========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)\nsanitize: 9 calls done\n"
+REFUSED = "========= COMPUTE-SANITIZER\n========= Error: Device not supported. Please refer to the documentation\n"
+
+
+def read(output: str, status: int = 0) -> runner.Outcome:
+    return runner.read_output(output, status, runner.DONE.search(output) is not None)
+
+
+def test_clean_output_passes() -> None:
+    assert read(CLEAN).passed
+    assert read(
+        "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\nsanitize: 9 calls done\n"
+    ).passed
+
+
+@pytest.mark.parametrize(
+    ("output", "findings", "text"),
+    [
+        (RACES, 3, "3"),
+        (CLEAN.replace("0 errors", "1 error"), 1, "1"),
+        (CLEAN.replace("0 errors", "12 errors"), 12, "12"),
+        (CLEAN.replace("sanitize: 9 calls done\n", "Traceback\n"), 0, "ended early, exit code 1"),
+        (REFUSED, None, "did not run: Error: Device not supported"),
+        (REFUSED + CLEAN, None, "did not run: Error: Device not supported"),
+        ("permission denied\n", None, "did not run: exit code 1: permission denied"),
+        ("", None, "did not run: exit code 1: no output"),
+    ],
+)
+def test_anything_else_does_not(output: str, findings: int | None, text: str) -> None:
+    outcome = read(output, 1)
+    assert outcome.findings == findings
+    assert not outcome.passed
+    assert text in runner.describe(outcome)
+
+
+@pytest.mark.parametrize(
+    ("own", "planted", "passed"),
+    [(CLEAN, RACES, True), (CLEAN, CLEAN, False), (CLEAN, REFUSED, False), (RACES, RACES, False)],
+)
+def test_a_tool_must_find_the_planted_bug_and_nothing_else(
+    own: str, planted: str, passed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert runner.show(Console(width=200), {"memcheck": (read(own), read(planted))}) is passed
+    assert ("NOT PASSED" in capsys.readouterr().out) is not passed
+
+
+@pytest.mark.parametrize(("own", "planted", "code"), [(CLEAN, RACES, 0), (RACES, RACES, 1), (REFUSED, REFUSED, 1)])
+def test_exit_code(own: str, planted: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sanitizer = tmp_path / "compute-sanitizer"  # only says what a real one would
+    lines = ["#!/bin/sh", 'case "$*" in', "*tests.sanitize.calls*) cat <<'END'", f"{own}END", ";;"]
+    sanitizer.write_text("\n".join([*lines, "*) cat <<'END'", f"{planted}END", "esac", ""]))
+    sanitizer.chmod(0o755)
+    monkeypatch.setattr(runner, "find", lambda name, *more: str(sanitizer))
+    monkeypatch.setattr(runner, "build_control", lambda folder: "control")
+    assert runner.main(["--tools", "racecheck", "--logs", str(tmp_path / "logs")]) == code
+    assert (tmp_path / "logs/racecheck.txt").read_text() == own + planted
+
+
+def test_no_sanitizer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "find", lambda name, *more: None)
+    assert runner.main([]) == 2
+    assert "NOT PASSED" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(runner.find("nvcc") is None, reason="no nvcc")
+def test_planted_bugs_compile(tmp_path: Path) -> None:
+    command = [runner.find("nvcc"), "-std=c++20", "-arch=sm_80", str(runner.HERE / "control.cu")]
+    subprocess.run([*command, "-o", str(tmp_path / "control")], check=True)
+
+
+@pytest.mark.parametrize("op", calls.CALLS)
+def test_calls_are_valid(op: str) -> None:
+    with torch.inference_mode():
+        for arguments, options in calls.CALLS[op]():
+            getattr(torch.ops.flashq, op)(*arguments, **options)
+
+
+@pytest.mark.parametrize("op", calls.OUT_OF_RANGE)
+def test_calls_out_of_range_are_out_of_range(op: str) -> None:
+    for arguments, options in calls.OUT_OF_RANGE[op]():
+        with pytest.raises(RuntimeError, match=re.escape(f"flashq::{op}: slots")):
+            getattr(torch.ops.flashq, op)(*arguments, **options)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("op", calls.CALLS)
+def test_calls_run_on_a_gpu(op: str) -> None:
+    with torch.inference_mode():
+        for table in (calls.CALLS, calls.OUT_OF_RANGE):
+            for call in table.get(op, list)():
+                calls.run(op, call)
+    torch.cuda.synchronize()
