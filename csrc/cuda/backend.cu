@@ -67,8 +67,8 @@ FLASHQ_EXPORT int32_t flashq_cuda_device(int32_t device, char* name, int32_t nam
   return 0;
 }
 
-// What the kernels for one GPU are chosen by, after FLASHQ_CUDA_ARCH and FLASHQ_CUDA_SMEM: 80 or 90, and bytes of
-// shared memory. What is wrong goes to `problem`, else that is empty.
+// What the kernels for one GPU are chosen by, after FLASHQ_CUDA_ARCH and FLASHQ_CUDA_SMEM: the architecture as 90, and
+// bytes of shared memory. What is wrong goes to `problem`, without "flashq::op: ", else that is empty.
 FLASHQ_EXPORT void flashq_cuda_configuration(int32_t device, int32_t* arch, int64_t* shared_bytes, char* problem,
                                              int32_t problem_size) {
   flashq::cuda::Device description{};

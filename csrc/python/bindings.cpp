@@ -62,18 +62,24 @@ std::vector<py::dict> gpus() {
   const auto count = cuda_function<int32_t(char*, int32_t)>("flashq_cuda_device_count");
   const auto describe =
       cuda_function<int32_t(int32_t, char*, int32_t, int32_t*, int32_t*, int64_t*)>("flashq_cuda_device");
-  if (!count || !describe) return found;
+  const auto configure = cuda_function<void(int32_t, int32_t*, int64_t*, char*, int32_t)>("flashq_cuda_configuration");
+  if (!count || !describe || !configure) return found;
   const int32_t devices = count(nullptr, 0);
   for (int32_t device = 0; device < devices; ++device) {
     char name[256] = {};
-    int32_t major = 0, minor = 0;
-    int64_t shared_bytes = 0;
+    char problem[480] = {};
+    int32_t major = 0, minor = 0, kernel_arch = 0;
+    int64_t shared_bytes = 0, kernel_shared_bytes = 0;
     if (describe(device, name, sizeof name, &major, &minor, &shared_bytes) != 0) continue;
+    configure(device, &kernel_arch, &kernel_shared_bytes, problem, sizeof problem);
     py::dict gpu;
     gpu["index"] = device;
     gpu["name"] = name;
     gpu["capability"] = std::tuple(major, minor);
     gpu["shared_bytes"] = shared_bytes;
+    gpu["kernel_arch"] = kernel_arch;
+    gpu["kernel_shared_bytes"] = kernel_shared_bytes;
+    gpu["problem"] = std::string(problem);
     found.push_back(gpu);
   }
   return found;
@@ -115,8 +121,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_cpu_isa", set_cpu_isa, py::arg("name"),
         "Run the CPU kernels at another of cpu_isa_levels() from the next call on. Raises ValueError for any other.");
   m.def("cpu_features", cpu_features, "Which instruction sets of those that choose the level this CPU has.");
-  m.def("gpus", gpus,
-        "The GPUs that the CUDA library sees: index, name, capability, shared_bytes that a block can opt in to.");
+  m.def(
+      "gpus", gpus,
+      "The GPUs that the CUDA library sees: index, name, capability, shared_bytes that a block can opt in to; and what "
+      "kernels are chosen by after FLASHQ_CUDA_ARCH and FLASHQ_CUDA_SMEM: kernel_arch (90), kernel_shared_bytes, or a "
+      "problem ('': none).");
   m.def("tbq4_codebook", tbq4_codebook, py::arg("head_dim"),
         "The 16 levels of a TBQ4 code, most negative first. Raises ValueError unless head_dim is 64, 128 or 256.");
   m.def("work_plan", work_plan, py::arg("begin"), py::arg("end"), py::arg("rows"), py::arg("kv_chunk") = 0,

@@ -7,6 +7,7 @@ import platform
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import flashq
@@ -19,6 +20,7 @@ def collect() -> dict[str, str]:
     libraries = flashq.libraries
     levels = machine.cpu_levels()
     gpu = machine.find_gpu()
+    overrides, _ = machine.cuda_overrides()
     verdict = "the published tables" if tbq4.fingerprint() == tbq4.FINGERPRINT else "NOT the published tables"
     return {
         "flashq": f"{flashq.__version__} in {libraries.folder.parent}",
@@ -30,6 +32,7 @@ def collect() -> dict[str, str]:
         "CPU": f"{machine.cpu_model()}, {machine.core_count()} cores, {torch.get_num_threads()} threads",
         "CPU level": f"{levels.selected or 'none'} (this CPU and build have {', '.join(levels.available)})",
         "GPU": machine.describe_gpu(gpu) if gpu else "torch finds none",
+        **({"CUDA overrides": overrides} if overrides else {}),
         "TBQ4 tables": f"{tbq4.fingerprint()}, {verdict}",
     }
 
@@ -40,6 +43,7 @@ def collect_missing() -> list[str]:
     missing = [libraries.cuda_problem, libraries.module_problem]
     if machine.cpu_levels().selected is None:
         missing.append(f"FLASHQ_CPU_ISA: expected one of {', '.join(machine.cpu_levels().available)}.")
+    missing.append(machine.cuda_overrides()[1])
     gpu = machine.find_gpu()
     if gpu:
         missing.append(gpu.problem)
@@ -57,7 +61,7 @@ def run() -> int:
     console = Console()
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for label, text in collect().items():
-        table.add_row(f"[bold]{label}[/]", text)
+        table.add_row(f"[bold]{label}[/]", escape(text))
     console.print(table)
     for line in collect_missing():
         console.print(f"missing: {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)

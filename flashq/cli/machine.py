@@ -71,6 +71,20 @@ def cpu_level(name: str) -> Iterator[None]:
             library.flashq_set_cpu_isa(before)
 
 
+def cuda_overrides() -> tuple[str, str | None]:
+    """FLASHQ_CUDA_ARCH and FLASHQ_CUDA_SMEM where they are set, as "NAME=value, NAME=value"; and what is wrong with
+    them, or None."""
+    names = ("FLASHQ_CUDA_ARCH", "FLASHQ_CUDA_SMEM")
+    text = ", ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name))
+    if not text or flashq.libraries.cuda_problem is not None:
+        return text, None
+    library = ctypes.CDLL(str(flashq.libraries.folder / "libflashq_cuda.so"))
+    problem = ctypes.create_string_buffer(480)
+    values = (os.environ.get(name, "").encode() for name in names)
+    library.flashq_cuda_check_overrides(*values, problem, len(problem))
+    return text, f"{problem.value.decode()}." if problem.value else None
+
+
 def find_gpu() -> Gpu | None:
     """The current GPU, or None where torch finds none."""
     if not torch.cuda.is_available():

@@ -36,6 +36,19 @@ def test_missing_parts_come_with_their_remedy(monkeypatch: pytest.MonkeyPatch) -
     assert info.collect()["libflashq_cuda.so"] == "not loaded"
 
 
+def test_cuda_overrides_are_shown_where_they_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("FLASHQ_CUDA_ARCH", "FLASHQ_CUDA_SMEM")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert "CUDA overrides" not in info.collect()
+    monkeypatch.setenv(names[1], "65536")
+    assert info.collect()["CUDA overrides"] == "FLASHQ_CUDA_SMEM=65536"
+    monkeypatch.setenv(names[0], "81")
+    assert info.collect()["CUDA overrides"] == "FLASHQ_CUDA_ARCH=81, FLASHQ_CUDA_SMEM=65536"
+    problem = "FLASHQ_CUDA_ARCH: expected 80 or nothing, got 81."
+    assert (problem in info.collect_missing()) == (flashq.libraries.cuda_problem is None)
+
+
 def test_unsupported_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashq, "libraries", flashq.libraries._replace(cuda_problem=None, cuda_archs="8.0;9.0a"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,0 +1,160 @@
+"""What the contract promises of every CUDA op beyond its numbers: streams, graphs, devices, sizes.
+
+An op that is new on CUDA gets a line in INPUTS, and one in LARGE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import randn
+from torch import Tensor
+
+pytestmark = pytest.mark.cuda
+
+Inputs = dict[str, Tensor]
+
+
+def merge_inputs(seed: int, device: str) -> Inputs:
+    outs, lses = randn(5, 3, 70, 4, 64, dtype=torch.bfloat16, seed=seed), 4 * randn(5, 3, 4, 70, seed=seed + 1)
+    return {"outs": outs.to(device), "lses": lses.to(device)}
+
+
+def append_inputs(seed: int, device: str) -> Inputs:
+    """64 slots among 128, another choice for every seed."""
+    k, v = (randn(64, 4, 128, dtype=torch.float16, seed=seed + i).to(device) for i in range(2))
+    k_cache, v_cache = torch.zeros(2, 8, 16, 4, 128, dtype=torch.float16, device=device)
+    slots = torch.randperm(128, generator=torch.Generator().manual_seed(seed))[:64].to(device)
+    return {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slots": slots}
+
+
+INPUTS: dict[str, Callable[[int, str], Inputs]] = {"kv_append_": append_inputs, "merge_states": merge_inputs}
+
+
+def call(op: str, inputs: Inputs) -> tuple[Tensor, ...]:
+    """The op's outputs, or the tensors that it writes into."""
+    overload = getattr(torch.ops.flashq, op).default
+    out = overload(**inputs)
+    if out is None:
+        return tuple(inputs[a.name] for a in overload._schema.arguments if a.alias_info and a.alias_info.is_write)
+    return out if isinstance(out, tuple) else (out,)
+
+
+def expected_of(op: str, seed: int) -> tuple[Tensor, ...]:
+    """The result of a plain call, on the host."""
+    return tuple(x.cpu() for x in call(op, INPUTS[op](seed, "cuda")))
+
+
+def same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(x.cpu(), y.cpu()) for x, y in zip(got, expected, strict=True))
+
+
+def capture(op: str, inputs: Inputs) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+    call(op, inputs)  # torch asks for a first call outside of the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call(op, inputs)
+    return graph, results
+
+
+@pytest.mark.contract(12)
+@pytest.mark.parametrize("op", INPUTS)
+def test_a_graph_replays_with_other_inputs(op: str) -> None:
+    inputs = INPUTS[op](1, "cuda")
+    graph, results = capture(op, inputs)
+    for seed in (2, 3):
+        for name, tensor in INPUTS[op](seed, "cuda").items():
+            inputs[name].copy_(tensor)
+        graph.replay()
+        assert same(results, expected_of(op, seed))
+
+
+@pytest.mark.contract(12, 13)
+@pytest.mark.parametrize("op", INPUTS)
+def test_two_graphs_replay_at_the_same_time(op: str) -> None:
+    graphs = [capture(op, INPUTS[op](seed, "cuda")) for seed in (1, 2)]
+    streams = [torch.cuda.Stream() for _ in graphs]
+    torch.cuda.synchronize()
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(5_000_000)  # both queues fill meanwhile
+    for _ in range(50):
+        for (graph, _), stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for (_, results), seed in zip(graphs, (1, 2), strict=True):
+        assert same(results, expected_of(op, seed))
+
+
+@pytest.mark.contract(12)
+@pytest.mark.parametrize("op", INPUTS)
+def test_work_goes_to_the_current_stream_and_nobody_waits(op: str) -> None:
+    late, inputs = INPUTS[op](2, "cuda"), INPUTS[op](1, "cuda")
+    call(op, inputs)  # whatever is done only once
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)  # 0.1 s
+        for name, tensor in late.items():
+            inputs[name].copy_(tensor)
+        results = call(op, inputs)
+        assert not stream.query(), "the call waited for its stream"
+    stream.synchronize()
+    assert same(results, expected_of(op, 2))
+
+
+@pytest.mark.contract(12)
+@pytest.mark.parametrize("op", INPUTS)
+def test_the_device_is_that_of_the_inputs(op: str) -> None:
+    if torch.cuda.device_count() == 1:
+        pytest.skip("one GPU")
+    for current, other in ((0, 1), (1, 0)):
+        with torch.cuda.device(current):
+            results = call(op, INPUTS[op](1, f"cuda:{other}"))
+            assert torch.cuda.current_device() == current
+        assert all(x.device.index == other for x in results)
+        assert same(results, expected_of(op, 1))
+
+
+# --- more than 2^31 elements, and caches of more than 2^32 values -----------------------------------------------------
+
+ROWS = 2**21 + 3  # tokens of 8 heads of 128 values: 2^31 values and a few tokens
+Large = tuple[Inputs, Inputs, Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]]
+"""Large inputs, small ones, and what of the large ones' results has to equal the results of the small ones."""
+
+
+def large_merge() -> Large:
+    tail = 5
+    outs = torch.empty(2, ROWS, 8, 128, dtype=torch.float16, device="cuda")
+    outs[:, -tail:] = randn(2, tail, 8, 128, dtype=torch.float16).cuda()
+    lses = torch.zeros(2, 8, ROWS, device="cuda")
+    small = {"outs": outs[:, -tail:].clone(), "lses": lses[..., -tail:].clone()}
+    return {"outs": outs, "lses": lses}, small, lambda results: (results[0][-tail:], results[1][:, -tail:])
+
+
+def large_append() -> Large:
+    """The last slots of a cache of 2^32 values and more. Keys and values are the same, and so are their caches."""
+    pages = 2 * ROWS // 16 + 1
+    cache = torch.empty(pages, 16, 8, 128, dtype=torch.float16, device="cuda")
+    k = randn(3, 8, 128, dtype=torch.float16).cuda()
+    slots = torch.tensor([15, 3, 8], device="cuda")
+    last = torch.zeros_like(cache[-1:])
+    small = {"k": k, "v": k, "k_cache": last, "v_cache": last, "slots": slots}
+    cache[-1:] = 0
+    large = small | {"k_cache": cache, "v_cache": cache, "slots": slots + (pages - 1) * 16}
+    return large, small, lambda results: tuple(x[-1:] for x in results)
+
+
+LARGE: dict[str, Callable[[], Large]] = {"kv_append_": large_append, "merge_states": large_merge}
+
+
+@pytest.mark.contract(11)
+@pytest.mark.parametrize("op", LARGE)
+def test_offsets_beyond_32_bits(op: str) -> None:
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("less than 24 GiB of free GPU memory")
+    large, small, tail = LARGE[op]()
+    assert same(tail(call(op, large)), call(op, small))
