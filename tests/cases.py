@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from allpairspy import AllPairs
 from torch import Tensor
 
 import flashq
 from flashq import reference
+from flashq.cli.machine import cpu_levels
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 40, 80, 96, 192, 256, 8)
@@ -21,6 +24,7 @@ PAGE_SIZES = (16, 64, 1, 48, 256)
 GARBAGE_PAGES = (2147480000, -7)
 LAYOUTS = ("contiguous", "heads_first", "padded", "one_head")
 ATTENTION = ("prefill", "decode", "tbq4_attention")
+ON_CUDA = ("prefill", "prefill_varlen", "decode")  # attention ops that have a CUDA kernel: for 16 bits
 NAN, INF = float("nan"), float("inf")
 
 
@@ -28,6 +32,31 @@ def pairwise(**values: Sequence) -> list[dict]:
     """Cases in which every pair of values of every two parameters occurs; always the same ones."""
     names = list(values)
     return [dict(zip(names, row, strict=True)) for row in AllPairs([list(v) for v in values.values()])]
+
+
+def with_cuda(cases: list[dict], **values: Sequence) -> list:
+    """The CPU's cases, and pairwise ones of `values` for CUDA: the parameter `backend` tells them apart."""
+    on_cuda = [case | {"backend": "cuda"} for case in pairwise(**values)]
+    return [*cases, *(pytest.param(case, marks=pytest.mark.cuda) for case in on_cuda)]
+
+
+def everywhere(**values: Sequence) -> pytest.MarkDecorator:
+    """Parametrizes a test of attention: every combination of `values` on every backend that has it.
+
+    CUDA has the ops of ON_CUDA, and no float32.
+    """
+    rows = []
+    for row in itertools.product(*values.values()):
+        case = dict(zip(values, row, strict=True))
+        rows += [pytest.param(*row, level) for level in cpu_levels().available]
+        if case.get("dtype") != torch.float32 and case.get("op", "prefill") in ON_CUDA:
+            rows.append(pytest.param(*row, "cuda", marks=pytest.mark.cuda))
+    return pytest.mark.parametrize((*values, "backend"), rows, indirect=["backend"])
+
+
+def plain_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of tests of attention that need but one."""
+    return torch.float16 if device.type == "cuda" else torch.float32
 
 
 def case_id(case: dict) -> str:
@@ -51,6 +80,22 @@ def lay_out(x: Tensor, layout: str) -> Tensor:
     return x.contiguous()
 
 
+def move(x: Any, device: torch.device | str) -> Any:
+    """x on the device, if it is a tensor; strides, offset and whatever lies between the values stay."""
+    device = torch.device(device)
+    if not isinstance(x, Tensor) or x.device.type == device.type:
+        return x
+    room = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0).to(device)
+    return room.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def call(op: str, *args: Any, device: torch.device | str = "cpu", **options: Any) -> tuple[Tensor, Tensor]:
+    """An op on the device, of tensors that come from the CPU; the results come back."""
+    moved = {name: move(x, device) for name, x in options.items()}
+    out, lse = getattr(flashq, op)(*(move(x, device) for x in args), **moved)
+    return out.cpu(), lse.cpu()
+
+
 def make_sinks(kind: str, heads: int) -> Tensor | None:
     if kind == "none":
         return None
@@ -67,14 +112,17 @@ def first_visible(length: int, q_len: int, start: int, window_left: int) -> int:
     return start if window_left < 0 else max(start, length - q_len - window_left)
 
 
-def attend(op: str, q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor]:
-    """One of the three attention ops on plain q (B, Sq, Hq, D), k and v (B, Sk, Hkv, D)."""
+def attend(
+    op: str, q: Tensor, k: Tensor, v: Tensor, *, device: torch.device | str = "cpu", **options: Any
+) -> tuple[Tensor, Tensor]:
+    """One of the three attention ops on plain q (B, Sq, Hq, D), k and v (B, Sk, Hkv, D) of the CPU."""
+    lengths = torch.full((len(k),), k.shape[1])
     if op == "prefill":
-        return flashq.prefill(q, k, v, **options)
+        return call(op, q, k, v, device=device, **options)
     if op == "decode":
-        return flashq.decode(q, k, v, torch.full((len(k),), k.shape[1]), **options)
+        return call(op, q, k, v, lengths, device=device, **options)
     planes = [x.transpose(1, 2).contiguous() for y in (k, v) for x in flashq.tbq4_quantize(y)]
-    return flashq.tbq4_attention(q, *planes, torch.full((len(k),), k.shape[1]), **options)
+    return call(op, q, *planes, lengths, device=device, **options)
 
 
 class Paged(NamedTuple):

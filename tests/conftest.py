@@ -54,12 +54,22 @@ def isa(request: pytest.FixtureRequest, set_isa: Callable[[str], None]) -> str:
     return request.param
 
 
+@pytest.fixture
+def enter_backend(set_isa: Callable[[str], None]) -> Callable[[str], torch.device]:
+    """Chooses a level of the CPU, or CUDA ("cuda"), for one test; returns the device."""
+
+    def enter(name: str) -> torch.device:
+        if name != "cuda":
+            set_isa(name)
+        return torch.device("cuda" if name == "cuda" else "cpu")
+
+    return enter
+
+
 @pytest.fixture(params=[*cpu_levels().available, pytest.param("cuda", marks=pytest.mark.cuda)])
-def backend(request: pytest.FixtureRequest, set_isa: Callable[[str], None]) -> torch.device:
+def backend(request: pytest.FixtureRequest, enter_backend: Callable[[str], torch.device]) -> torch.device:
     """`isa` and `device` in one: the test runs at every level of the CPU, and on CUDA."""
-    if request.param != "cuda":
-        set_isa(request.param)
-    return torch.device("cuda" if request.param == "cuda" else "cpu")
+    return enter_backend(request.param)
 
 
 @pytest.fixture(autouse=True)

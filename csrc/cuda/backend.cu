@@ -22,10 +22,10 @@ const char* describe() {
 
 constexpr Backend kBackend{
     .abi = kBackendAbi,
-    .attention_16_scratch_bytes = nullptr,
+    .attention_16_scratch_bytes = attention_16_scratch_bytes,
     .attention_tbq4_scratch_bytes = nullptr,
-    .prefill = nullptr,
-    .decode = nullptr,
+    .prefill = prefill,
+    .decode = decode,
     .tbq4_attention = nullptr,
     .kv_append = kv_append,
     .tbq4_append = nullptr,

@@ -4,6 +4,9 @@
 
 namespace flashq::cuda {
 
+[[nodiscard]] int64_t attention_16_scratch_bytes(const Attention16Params&, int32_t workers);
+[[nodiscard]] Status prefill(const Attention16Params&, const Launch&);
+[[nodiscard]] Status decode(const Attention16Params&, const Launch&);
 [[nodiscard]] Status kv_append(const KvAppendParams&, const Launch&);
 [[nodiscard]] Status merge_states(const MergeParams&, const Launch&);
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 from accuracy import using_threads
-from cases import ATTENTION, DTYPES, attend, encode_pages, page_out, randn
+from cases import ATTENTION, DTYPES, attend, call, encode_pages, everywhere, page_out, plain_dtype, randn
 from torch import Tensor
 
 import flashq
@@ -17,10 +17,10 @@ from flashq import _register, reference
 
 
 @pytest.mark.contract(9)
-@pytest.mark.parametrize("op", ["decode", "tbq4_attention", "prefill_varlen"])
-def test_int32_and_int64_indices_in_any_strides_give_the_same_bits(op: str, isa: str) -> None:
-    lengths = (33, 5, 64)
-    keys, values = ([randn(n, 1, 64, seed=s + i) for i, n in enumerate(lengths)] for s in (1, 9))
+@everywhere(op=["decode", "tbq4_attention", "prefill_varlen"])
+def test_int32_and_int64_indices_in_any_strides_give_the_same_bits(op: str, backend: torch.device) -> None:
+    lengths, dtype = (33, 5, 64), plain_dtype(backend)
+    keys, values = ([randn(n, 1, 64, dtype=dtype, seed=s + i) for i, n in enumerate(lengths)] for s in (1, 9))
     results = []
     for index_dtype in (torch.int32, torch.int64):
         cache = page_out(keys, values, 16, index_dtype=index_dtype)
@@ -31,22 +31,21 @@ def test_int32_and_int64_indices_in_any_strides_give_the_same_bits(op: str, isa:
             if spread:
                 table = table.t().contiguous().t()
                 cu, start, seqlens = (x.repeat_interleave(2)[::2] for x in (cu, start, seqlens))
-            q = randn(5, 2, 64, seed=3)
+            q = randn(5, 2, 64, dtype=dtype, seed=3)
             if op == "decode":
-                results.append(flashq.decode(q, *cache[:2], seqlens, table, cu, start))
+                results.append(call(op, q, *cache[:2], seqlens, table, cu, start, device=backend))
             elif op == "tbq4_attention":
                 results.append(flashq.tbq4_attention(q, *encode_pages(cache)[:4], seqlens, table, cu, start))
             else:
-                results.append(flashq.prefill_varlen(q, keys[0], values[0], cu, 2 * cu, causal=True))
+                results.append(call(op, q, keys[0], values[0], cu, 2 * cu, device=backend, causal=True))
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0])
         assert torch.equal(lse, results[0][1])
 
 
 @pytest.mark.contract(10)
-@pytest.mark.parametrize("op", ["decode", "tbq4_attention"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_partials_over_parts_of_the_keys_merge_to_the_whole(op: str, dtype: torch.dtype, isa: str) -> None:
+@everywhere(op=["decode", "tbq4_attention"], dtype=DTYPES)
+def test_partials_over_parts_of_the_keys_merge_to_the_whole(op: str, dtype: torch.dtype, backend: torch.device) -> None:
     length = 700
     cache = page_out([randn(length, 2, 64, dtype=dtype)], [randn(length, 2, 64, dtype=dtype, seed=1)], 16)
     planes = encode_pages(cache)
@@ -56,13 +55,13 @@ def test_partials_over_parts_of_the_keys_merge_to_the_whole(op: str, dtype: torc
         more = (torch.tensor([end]), cache.block_table, None, torch.tensor([start]), sinks)
         options = {"causal": False, "out_dtype": torch.float32}
         if op == "decode":
-            return flashq.decode(q, *cache[:2], *more, **options)
+            return call(op, q, *cache[:2], *more, device=backend, **options)
         return flashq.tbq4_attention(q, *planes[:4], *more, **options)
 
     whole, whole_lse = run(length, 0, sinks)
     cuts = (0, 1, 1, 300, 699, 700)  # an empty part too
     parts = [run(b, a, sinks if a == 300 else None) for a, b in itertools.pairwise(cuts)]
-    out, lse = flashq.merge_states(*(torch.stack(x) for x in zip(*parts, strict=True)))
+    out, lse = call("merge_states", *(torch.stack(x) for x in zip(*parts, strict=True)), device=backend)
     if op == "decode":  # both are as near the truth as the contract says, so they are near each other
         more = (torch.tensor([length]), cache.block_table, None, torch.tensor([0]), sinks)
         truth, low = (reference.decode(q, *cache[:2], *more, causal=False, dtype=d)[0] for d in (torch.float64, dtype))
@@ -74,17 +73,18 @@ def test_partials_over_parts_of_the_keys_merge_to_the_whole(op: str, dtype: torc
 
 
 @pytest.mark.contract(10, 13)
-@pytest.mark.parametrize("op", ["decode", "tbq4_attention"])
-def test_a_rows_bits_with_kv_chunk_depend_on_its_sequence_alone(op: str, isa: str) -> None:
-    lengths = (1000, 3, 517, 0)
-    keys, values = ([randn(n, 2, 64, seed=s + i) for i, n in enumerate(lengths)] for s in (1, 9))
-    q = randn(4, 2, 6, 64, seed=20)
+@everywhere(op=["decode", "tbq4_attention"])
+def test_a_rows_bits_with_kv_chunk_depend_on_its_sequence_alone(op: str, backend: torch.device) -> None:
+    lengths, dtype = (1000, 3, 517, 0), plain_dtype(backend)
+    keys, values = ([randn(n, 2, 64, dtype=dtype, seed=s + i) for i, n in enumerate(lengths)] for s in (1, 9))
+    q = randn(4, 2, 6, 64, dtype=dtype, seed=20)
 
     def run(members: tuple[int, ...], page_size: int, seed: int, **options: int) -> tuple[Tensor, Tensor]:
         cache = page_out([keys[b] for b in members], [values[b] for b in members], page_size, seed=seed)
         rows = q[list(members)]
         if op == "decode":
-            return flashq.decode(rows, *cache[:2], cache.seqlens, cache.block_table, kv_chunk=256, **options)
+            where = (cache.seqlens, cache.block_table)
+            return call(op, rows, *cache[:2], *where, device=backend, kv_chunk=256, **options)
         return flashq.tbq4_attention(rows, *encode_pages(cache).args(), kv_chunk=256, **options)
 
     whole = run((0, 1, 2, 3), 16, 0)
@@ -96,24 +96,24 @@ def test_a_rows_bits_with_kv_chunk_depend_on_its_sequence_alone(op: str, isa: st
 
 
 @pytest.mark.contract(13)
-def test_prefill_rows_do_not_depend_on_batch_mates(isa: str) -> None:
+@everywhere()
+def test_prefill_rows_do_not_depend_on_batch_mates(backend: torch.device) -> None:
     lengths = (65, 1, 130, 33)
     q, k, v = (randn(sum(lengths), h, 64, dtype=torch.bfloat16, seed=h) for h in (6, 2, 3))
     v = v[:, :2]
     cu = torch.tensor([0, *lengths]).cumsum(0)
-    out, lse = flashq.prefill_varlen(q, k, v, cu, cu, causal=True)
+    out, lse = call("prefill_varlen", q, k, v, cu, cu, device=backend, causal=True)
     for b, n in enumerate(lengths):
         rows = slice(int(cu[b]), int(cu[b + 1]))
-        for alone, alone_lse in (
-            flashq.prefill_varlen(q[rows], k[rows], v[rows], torch.tensor([0, n]), torch.tensor([0, n]), causal=True),
-            flashq.prefill_varlen(q[rows], k[rows], v[rows], torch.tensor([0, n]), torch.tensor([0, n]), causal=True,
-                                  max_seqlen_q=n, max_seqlen_k=9999),
-        ):  # fmt: skip
-            assert torch.equal(alone, out[rows])
-            assert torch.equal(alone_lse, lse[:, rows])
+        own = torch.tensor([0, n])
+        for hints in ({}, {"max_seqlen_q": n, "max_seqlen_k": 9999}):
+            alone = call("prefill_varlen", q[rows], k[rows], v[rows], own, own, device=backend, causal=True, **hints)
+            assert torch.equal(alone[0], out[rows])
+            assert torch.equal(alone[1], lse[:, rows])
     batch = [x[:65].unsqueeze(0) for x in (q, k, v)]
     pair = [torch.cat([x, x.flip(1)]) for x in batch]
-    assert torch.equal(flashq.prefill(*batch)[0][0], flashq.prefill(*pair)[0][0])
+    one, two = (call("prefill", *inputs, device=backend)[0] for inputs in (batch, pair))
+    assert torch.equal(one[0], two[0])
 
 
 @pytest.mark.contract(13)
@@ -161,13 +161,15 @@ def test_no_op_takes_a_workspace_or_a_plan() -> None:
 
 
 @pytest.mark.contract(13)
-def test_chunked_prompts_give_the_same_rows(isa: str) -> None:
-    q, k, v = (randn(1, 150, h, 64, seed=h) for h in (4, 2, 3))
+@everywhere()
+def test_chunked_prompts_give_the_same_rows(backend: torch.device) -> None:
+    q, k, v = (randn(1, 150, h, 64, dtype=plain_dtype(backend), seed=h) for h in (4, 2, 3))
     v = v[:, :, :2]
-    whole, whole_lse = flashq.prefill(q, k, v, causal=True)
+    bound = 1e-5 if q.dtype == torch.float32 else 2e-3
+    whole, whole_lse = call("prefill", q, k, v, device=backend, causal=True)
     for chunk in (1, 16, 64):
         for begin in range(0, 150, chunk):
             end = min(begin + chunk, 150)
-            out, lse = flashq.prefill(q[:, begin:end], k[:, :end], v[:, :end], causal=True)
-            torch.testing.assert_close(out, whole[:, begin:end], rtol=0, atol=1e-5)
+            out, lse = call("prefill", q[:, begin:end], k[:, :end], v[:, :end], device=backend, causal=True)
+            torch.testing.assert_close(out, whole[:, begin:end], rtol=0, atol=bound)
             torch.testing.assert_close(lse, whole_lse[..., begin:end], rtol=0, atol=1e-5)

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import math
 
+import golden
 import pytest
 import torch
-from cases import ATTENTION, DTYPES, INF, NAN, attend, randn
+from cases import ATTENTION, DTYPES, INF, NAN, attend, everywhere, plain_dtype, randn
 
 import flashq
 
 
 @pytest.mark.contract(1)
-@pytest.mark.parametrize("op", ATTENTION)
-def test_default_scale_and_softcap_zero(op: str, isa: str) -> None:
-    q, k, v = randn(1, 2, 2, 64), randn(1, 9, 1, 64, seed=1), randn(1, 9, 1, 64, seed=2)
-    plain = attend(op, q, k, v)
+@everywhere(op=ATTENTION)
+def test_default_scale_and_softcap_zero(op: str, backend: torch.device) -> None:
+    q, k, v = (randn(1, n, h, 64, dtype=plain_dtype(backend), seed=n * h) for n, h in ((2, 2), (9, 1), (9, 1)))
+    plain = attend(op, q, k, v, device=backend)
     for options in ({"scale": 0.125}, {"softcap": 0.0}, {"scale": None}):
-        assert all(map(torch.equal, attend(op, q, k, v, **options), plain))
+        assert all(map(torch.equal, attend(op, q, k, v, device=backend, **options), plain))
 
 
-def seen_keys(op: str, q_len: int, kv_len: int, **options: int | bool) -> list[set[int]]:
+def seen_keys(op: str, q_len: int, kv_len: int, device: torch.device, **options: int | bool) -> list[set[int]]:
     """Which keys each query sees: equal scores, and value j in dimension j."""
-    dim = 64
+    dim, dtype = 64, plain_dtype(device)
     assert kv_len <= dim
-    v = torch.eye(kv_len, dim)[None, :, None]
+    v = torch.eye(kv_len, dim, dtype=dtype)[None, :, None]
     if op == "tbq4_attention":  # 4 bits cannot hold a unit vector, so an exact pool of one page does
         codes, norms = torch.zeros(1, 1, kv_len, 32, dtype=torch.uint8), torch.zeros(1, 1, kv_len, 1).half()
         out, _ = flashq.tbq4_attention(
@@ -33,14 +34,15 @@ def seen_keys(op: str, q_len: int, kv_len: int, **options: int | bool) -> list[s
             exact_first=kv_len, **options,
         )  # fmt: skip
     else:
-        out, _ = attend(op, torch.zeros(1, q_len, 1, dim), torch.zeros_like(v), v, **options)
+        out, _ = attend(
+            op, torch.zeros(1, q_len, 1, dim, dtype=dtype), torch.zeros_like(v), v, device=device, **options
+        )
     return [set(row.nonzero()[:, 0].tolist()) for row in out[0, :, 0]]
 
 
 @pytest.mark.contract(5)
-@pytest.mark.parametrize("op", ATTENTION)
-@pytest.mark.parametrize("lengths", [(1, 1), (3, 7), (7, 3), (8, 40), (20, 20), (5, 64), (33, 1)])
-def test_who_sees_whom(op: str, lengths: tuple[int, int], isa: str) -> None:
+@everywhere(op=ATTENTION, lengths=[(1, 1), (3, 7), (7, 3), (8, 40), (20, 20), (5, 64), (33, 1)])
+def test_who_sees_whom(op: str, lengths: tuple[int, int], backend: torch.device) -> None:
     q_len, kv_len = lengths
     off = kv_len - q_len
     rights = (-1, 0, 2) if op == "prefill" else (-1,)
@@ -50,7 +52,7 @@ def test_who_sees_whom(op: str, lengths: tuple[int, int], isa: str) -> None:
                 options = {"causal": causal, "window_left": left}
                 if op == "prefill":
                     options["window_right"] = right
-                seen = seen_keys(op, q_len, kv_len, **options)
+                seen = seen_keys(op, q_len, kv_len, backend, **options)
                 for i in range(q_len):
                     expected = {
                         j
@@ -63,38 +65,38 @@ def test_who_sees_whom(op: str, lengths: tuple[int, int], isa: str) -> None:
 
 
 @pytest.mark.contract(5)
-@pytest.mark.parametrize("op", ATTENTION)
-def test_windows_beyond_any_length(op: str, isa: str) -> None:
-    q, k, v = randn(1, 3, 2, 64), randn(1, 9, 1, 64, seed=1), randn(1, 9, 1, 64, seed=2)
+@everywhere(op=ATTENTION)
+def test_windows_beyond_any_length(op: str, backend: torch.device) -> None:
+    q, k, v = (randn(1, n, h, 64, dtype=plain_dtype(backend), seed=n * h) for n, h in ((3, 2), (9, 1), (9, 1)))
     wide = 2**63 - 1
     options = {"window_left": wide} | ({"window_right": wide} if op == "prefill" else {})
     for causal in (False, True):
-        assert all(map(torch.equal, attend(op, q, k, v, causal=causal, **options), attend(op, q, k, v, causal=causal)))
+        plain = attend(op, q, k, v, device=backend, causal=causal)
+        assert all(map(torch.equal, attend(op, q, k, v, device=backend, causal=causal, **options), plain))
 
 
 @pytest.mark.contract(6)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", ["prefill", "decode"])
-def test_one_visible_key_gives_its_value_bit_for_bit(op: str, dtype: torch.dtype, isa: str) -> None:
+@everywhere(op=["prefill", "decode"], dtype=DTYPES)
+def test_one_visible_key_gives_its_value_bit_for_bit(op: str, dtype: torch.dtype, backend: torch.device) -> None:
     for length in (1, 2, 65, 130):
         for dim in (8, 64, 80, 256):
             q, k, v = (randn(2, length, h, dim, dtype=dtype, seed=h) for h in (6, 2, 2))
             k *= 3
-            out, lse = attend(op, q, k, v, causal=True, window_left=0, scale=-1.7)
-            assert torch.equal(out, v.repeat_interleave(3, dim=2))
+            v[:, -1] = -0.0
+            out, lse = attend(op, q, k, v, device=backend, causal=True, window_left=0, scale=-1.7)
+            assert golden.same_bits(out, v.repeat_interleave(3, dim=2))
             score = -1.7 * (q.double() * k.repeat_interleave(3, dim=2).double()).sum(-1).transpose(1, 2)
             torch.testing.assert_close(lse.double(), score, rtol=1e-6, atol=1e-4)
 
 
 @pytest.mark.contract(6)
-@pytest.mark.parametrize("op", ATTENTION)
-@pytest.mark.parametrize("sink", [None, 1.5, -INF])
-def test_rows_without_a_visible_key(op: str, sink: float | None, isa: str) -> None:
-    for dtype in DTYPES:
+@everywhere(op=ATTENTION, sink=[None, 1.5, -INF])
+def test_rows_without_a_visible_key(op: str, sink: float | None, backend: torch.device) -> None:
+    for dtype in DTYPES if backend.type == "cpu" else DTYPES[1:]:
         q = torch.full((1, 70, 4, 64), NAN, dtype=dtype)
         k, v = (randn(1, 3, 2, 64, dtype=dtype, seed=i) for i in (1, 2))
         sinks = None if sink is None else torch.full((4,), sink)
-        out, lse = attend(op, q, k, v, sinks=sinks, causal=True)
+        out, lse = attend(op, q, k, v, device=backend, sinks=sinks, causal=True)
         assert torch.equal(out[:, :-3], torch.zeros_like(out[:, :-3]))
         assert (lse[..., :-3] == (-INF if sink is None else sink)).all()
         assert out[:, -3:].isnan().all()
@@ -102,29 +104,30 @@ def test_rows_without_a_visible_key(op: str, sink: float | None, isa: str) -> No
 
 
 @pytest.mark.contract(6)
-@pytest.mark.parametrize("op", ATTENTION)
-def test_lse_is_the_natural_logarithm_of_the_sum(op: str, isa: str) -> None:
+@everywhere(op=ATTENTION)
+def test_lse_is_the_natural_logarithm_of_the_sum(op: str, backend: torch.device) -> None:
+    dtype = plain_dtype(backend)
     for n in (1, 2, 63, 64, 65, 300):
-        _, lse = attend(op, torch.zeros(1, 2, 2, 64), torch.zeros(1, n, 1, 64), torch.zeros(1, n, 1, 64))
+        k = torch.zeros(1, n, 1, 64, dtype=dtype)
+        _, lse = attend(op, torch.zeros(1, 2, 2, 64, dtype=dtype), k, k, device=backend)
         expected = torch.tensor([math.log(n)] if op == "prefill" else [math.log(max(n - 1, 0) or 1), math.log(n)])
         if op != "prefill" and n == 1:
             expected[0] = -INF  # the first of two queries stands before the only key
         torch.testing.assert_close(lse, expected.expand(1, 2, 2), rtol=0, atol=2e-6)
         sinks = torch.tensor([0.5, -INF])
-        _, with_sink = attend(
-            op, torch.zeros(1, 1, 2, 64), torch.zeros(1, n, 1, 64), torch.zeros(1, n, 1, 64), sinks=sinks
-        )
+        _, with_sink = attend(op, torch.zeros(1, 1, 2, 64, dtype=dtype), k, k, device=backend, sinks=sinks)
         expected = torch.tensor([math.log(n + math.exp(0.5)), math.log(n)])[None, :, None]
         torch.testing.assert_close(with_sink, expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.contract(6)
-@pytest.mark.parametrize("op", ["prefill", "decode"])
-def test_a_finite_score_wins_however_low(op: str, isa: str) -> None:
-    """Scores around -1e30 in tiles after masked ones; a finite sentinel for "masked" would win over them."""
-    q, k = torch.full((1, 1, 1, 8), 1e10), torch.zeros(1, 200, 1, 8)
-    v = randn(1, 200, 1, 8)
-    k[0, :, 0, 0] = -1e20
-    out, lse = attend(op, q, k, v, scale=1.0, causal=True, window_left=3)
-    torch.testing.assert_close(out[0, 0, 0], v[0, -4:, 0].mean(0))
-    torch.testing.assert_close(lse, torch.full((1, 1, 1), -1e30), rtol=1e-6, atol=0)
+@everywhere(op=["prefill", "decode"])
+def test_a_finite_score_wins_however_low(op: str, backend: torch.device) -> None:
+    """Scores of -2^100 in tiles after masked ones; a finite sentinel for "masked" would win over them."""
+    dtype = torch.float32 if backend.type == "cpu" else torch.bfloat16
+    q, k = torch.full((1, 1, 1, 8), 2.0**34, dtype=dtype), torch.zeros(1, 200, 1, 8, dtype=dtype)
+    v = randn(1, 200, 1, 8, dtype=dtype)
+    k[0, :, 0, 0] = -(2.0**66)
+    out, lse = attend(op, q, k, v, device=backend, scale=1.0, causal=True, window_left=3)
+    torch.testing.assert_close(out[0, 0, 0], v[0, -4:, 0].float().mean(0).to(dtype))
+    torch.testing.assert_close(lse, torch.full((1, 1, 1), -(2.0**100)), rtol=1e-6, atol=0)

@@ -7,38 +7,41 @@ from collections.abc import Callable
 import pytest
 import torch
 from accuracy import check_16bit, check_tbq4
-from cases import ATTENTION, DTYPES, INF, Paged, attend, encode_pages, lay_out, randn
+from cases import ATTENTION, DTYPES, INF, Paged, attend, encode_pages, everywhere, lay_out, plain_dtype, randn
 from torch import Tensor
 
 import flashq
 
 
 @pytest.mark.contract(14)
-@pytest.mark.parametrize("sizes", [(0, 3, 9), (2, 0, 9), (2, 3, 0), (0, 0, 0), (1, 0, 0)])
-def test_empty_sizes(sizes: tuple[int, int, int], isa: str) -> None:
+@everywhere(op=ATTENTION, sizes=[(0, 3, 9), (2, 0, 9), (2, 3, 0), (0, 0, 0), (1, 0, 0)])
+def test_empty_sizes(op: str, sizes: tuple[int, int, int], backend: torch.device) -> None:
     batch, q_len, kv_len = sizes
-    q, k = randn(batch, q_len, 4, 64), randn(batch, kv_len, 2, 64)
-    for op in ATTENTION:
-        out, lse = attend(op, q, k, k)
-        assert out.shape == q.shape
-        assert lse.shape == (batch, 4, q_len)
-        if not kv_len:
-            assert not out.any()
-            assert (lse == -INF).all()
-        attend(op, q, k, k, sinks=torch.zeros(4))
+    q, k = (randn(batch, n, h, 64, dtype=plain_dtype(backend)) for n, h in ((q_len, 4), (kv_len, 2)))
+    out, lse = attend(op, q, k, k, device=backend)
+    assert out.shape == q.shape
+    assert lse.shape == (batch, 4, q_len)
+    if not kv_len:
+        assert not out.any()
+        assert (lse == -INF).all()
+    attend(op, q, k, k, device=backend, sinks=torch.zeros(4))
 
 
 @pytest.mark.contract(14)
-@pytest.mark.parametrize("op", ["decode", "tbq4_attention"])
-def test_no_pages_and_no_table_entries(op: str, isa: str) -> None:
-    cache = Paged(torch.empty(0, 16, 2, 64), torch.empty(0, 16, 2, 64), torch.empty(3, 0).int(), torch.zeros(3).int())
-    check: Callable = check_tbq4 if op == "tbq4_attention" else lambda *args: check_16bit("decode", *args)
+@everywhere(op=["decode", "tbq4_attention"])
+def test_no_pages_and_no_table_entries(op: str, backend: torch.device) -> None:
+    dtype = plain_dtype(backend)
+    none = torch.empty(0, 16, 2, 64, dtype=dtype)
+    cache = Paged(none, none, torch.empty(3, 0).int(), torch.zeros(3).int())
+    check: Callable = (
+        check_tbq4 if op == "tbq4_attention" else lambda *args: check_16bit("decode", *args, device=backend)
+    )
     args = encode_pages(cache).args() if op == "tbq4_attention" else (*cache[:2], cache.seqlens, cache.block_table)
-    out, lse = check(randn(3, 2, 4, 64), *args)
+    out, lse = check(randn(3, 2, 4, 64, dtype=dtype), *args)
     assert not out.any()
     assert (lse == -INF).all()
     cu = torch.zeros(1, dtype=torch.int64)
-    out, lse = check(randn(5, 4, 64), *args[:-2], cache.seqlens[:0], cache.block_table[:0], cu)
+    out, lse = check(randn(5, 4, 64, dtype=dtype), *args[:-2], cache.seqlens[:0], cache.block_table[:0], cu)
     assert not out.any()
     assert lse.shape == (4, 5)
 
@@ -90,15 +93,16 @@ def test_tbq4_offsets_beyond_32_bits() -> None:
 
 
 @pytest.mark.contract(2)
-@pytest.mark.parametrize("layout", ["heads_first", "padded"])
-def test_strided_inputs_give_the_bits_of_contiguous_ones(layout: str, isa: str) -> None:
-    for dtype in DTYPES:
+@everywhere(layout=["heads_first", "padded"])
+def test_strided_inputs_give_the_bits_of_contiguous_ones(layout: str, backend: torch.device) -> None:
+    for dtype in DTYPES if backend.type == "cpu" else DTYPES[1:]:
         q, k, v = (randn(2, 40, h, 80, dtype=dtype, seed=h) for h in (4, 2, 3))
         v = v[:, :, :2].contiguous()
         for op in ("prefill", "decode"):
-            plain = attend(op, q, k, v)
+            plain = attend(op, q, k, v, device=backend)
             for which in ((0,), (1,), (2,), (0, 1, 2)):  # each has strides of its own
-                strided = attend(op, *(lay_out(x, layout) if i in which else x for i, x in enumerate((q, k, v))))
+                views = (lay_out(x, layout) if i in which else x for i, x in enumerate((q, k, v)))
+                strided = attend(op, *views, device=backend)
                 assert all(map(torch.equal, plain, strided))
 
 

@@ -4,15 +4,12 @@
 
 namespace flashq::cuda::ptx {
 
-// 16 bytes, both addresses aligned to 16, past L1. `bytes` of them are read, the rest is filled with zeros; with 0
-// nothing is read, whatever `from` is.
-__device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, uint32_t bytes) {
+// 16 bytes, both addresses aligned to 16, past L1. Where `wanted` is false nothing is read, whatever `from` is, and
+// zeros are written.
+__device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool wanted) {
+  const int bytes = wanted ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(__cvta_generic_to_global(from)),
                "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void cp_async_16(uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(__cvta_generic_to_global(from))
                : "memory");
 }
 

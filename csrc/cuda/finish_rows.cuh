@@ -1,0 +1,112 @@
+// From accumulators to out and lse: sinks, rows that see nothing, rows that see one key.
+#pragma once
+#include "cuda/kv_rows.cuh"
+#include "cuda/ptx/mma.cuh"
+#include "cuda/row_block.cuh"
+#include "cuda/softmax_step.cuh"
+
+namespace flashq::cuda {
+
+struct FinishedRow {
+  float lse, scale;  // out = scale * accumulator
+  bool zero;         // whatever the accumulator holds
+};
+
+// `sees`: the row sees some key. `sink` is in natural units, -inf: none.
+__device__ __forceinline__ FinishedRow finish_row(SoftmaxState<Binary> state, float sink, bool sees) {
+  if (!sees) return {sink, 0, true};
+  float weight = 1;
+  if (sink != -kInf) weight = merge(state, SoftmaxState<Binary>{sink * kLog2E, 1}).a;
+  return {state.lse(), weight / state.sum, false};  // of nothing but -inf scores: -inf, and 0 / 0
+}
+
+// Writes the rows of one warp. `tile` is the block's query tile: the warp's own rows of it are free now, and turn the
+// fragments into whole rows.
+template <class T, int kDim, int kM> __device__ __forceinline__ void finish_rows(
+    const Attention16Params& p, const RowBlock& block, const RowPlace* places, int warp_row, const RowStates<kM>& state,
+    float (&acc)[kM][kDim / 8][4], unsigned char* tile, bool all_found) {
+  const QueryView& q = p.query;
+  const float* sinks = block.sequence.padding ? nullptr : p.score.sinks;
+  const int lane = static_cast<int>(threadIdx.x) % 32, column = lane % 4 * 2;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = warp_row + 16 * m + 8 * r + lane / 4;
+      const RowPlace place = places[row];
+      const SoftmaxState<Binary> total{state.max[m][r], reduce_row_sum(state.sum[m][r])};
+      const float sink = sinks ? sinks[(block.kv_head * block.group + place.head) * p.score.sinks_stride] : -kInf;
+      const bool sees = !block.visible(place).empty() && (all_found || !total.empty());
+      const FinishedRow done = finish_row(total, sink, sees);
+      if (row < block.rows && lane % 4 == 0)
+        q.lse[block.offset(place, q.lse_stride[0], q.lse_stride[2], q.lse_stride[1])] = done.lse;
+#pragma unroll
+      for (int a = 0; a < kDim / 8; ++a)
+#pragma unroll
+        for (int j = 2 * r; j < 2 * r + 2; ++j) acc[m][a][j] = done.zero ? 0 : acc[m][a][j] * done.scale;
+    }
+  if (q.out_dtype == Dtype::kFloat32) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = warp_row + 16 * m + 8 * r + lane / 4;
+        if (row >= block.rows) continue;
+        auto* out = static_cast<float*>(q.out) +
+                    block.offset(places[row], q.out_stride[0], q.out_stride[1], q.out_stride[2]) + column;
+#pragma unroll
+        for (int a = 0; a < kDim / 8; ++a)
+          if (8 * a < q.head_dim) store(out + 8 * a, Vector<float, 2>{acc[m][a][2 * r], acc[m][a][2 * r + 1]});
+      }
+    return;
+  }
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      unsigned char* row = tile + (warp_row + 16 * m + 8 * r + lane / 4) * SharedTile<kDim>::kRowBytes + column * 2;
+#pragma unroll
+      for (int a = 0; a < kDim / 8; ++a)
+        store(row + ((a ^ lane / 4) << 4), ptx::pack<T>(acc[m][a][2 * r], acc[m][a][2 * r + 1]));
+    }
+  __syncwarp();
+  constexpr int kChunks = SharedTile<kDim>::kChunks, kStep = 32 / kChunks;
+  const int chunk = lane % kChunks;
+  if (chunk * 8 >= q.head_dim) return;
+#pragma unroll 4
+  for (int row = warp_row + lane / kChunks; row < min_of(warp_row + 16 * kM, block.rows); row += kStep) {
+    const int64_t at = block.offset(places[row], q.out_stride[0], q.out_stride[1], q.out_stride[2]);
+    store(static_cast<uint16_t*>(q.out) + at + chunk * 8,
+          load<Vector<uint32_t, 4>>(tile + SharedTile<kDim>::offset(row, chunk)));
+  }
+}
+
+// Rows of one warp that see one key, and no sink, get its value as it is: sums would lose the sign of a -0.
+template <class T> __device__ __forceinline__ void copy_lone_values(const Attention16Params& p, const RowBlock& block,
+                                                                    const RowPlace* places, int warp_row, int rows) {
+  const QueryView& q = p.query;
+  const Mask& mask = block.sequence.mask;
+  // The number of visible keys is least at an end.
+  if (min_of(mask.visible(block.first_query).size(), mask.visible(block.last_query).size()) > 1) return;
+  __syncwarp();
+  for (int row = warp_row; row < min_of(warp_row + rows, block.rows); ++row) {
+    const RowPlace place = places[row];
+    const KeyRange keys = block.visible(place);
+    if (keys.size() != 1) continue;
+    const int64_t head = block.kv_head * block.group + place.head;
+    if (p.score.sinks && p.score.sinks[head * p.score.sinks_stride] != -kInf) continue;
+    const float lse = q.lse[block.offset(place, q.lse_stride[0], q.lse_stride[2], q.lse_stride[1])];
+    const KeySlot slot = slot_of(p.kv, block.sequence, keys.begin);
+    if (!isfinite(lse) || slot.page < 0) continue;
+    const auto* value = static_cast<const uint16_t*>(p.kv.v) + offset_of(slot, p.kv.v_stride, block.kv_head);
+    const int64_t at = block.offset(place, q.out_stride[0], q.out_stride[1], q.out_stride[2]);
+    for (int64_t d = threadIdx.x % 32; d < q.head_dim; d += 32) {
+      if (q.out_dtype == Dtype::kFloat32)
+        static_cast<float*>(q.out)[at + d] = T::load(value[d]);
+      else
+        static_cast<uint16_t*>(q.out)[at + d] = value[d];
+    }
+  }
+}
+
+}  // namespace flashq::cuda

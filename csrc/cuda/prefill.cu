@@ -1,0 +1,18 @@
+// prefill and prefill_varlen on CUDA: which kernel runs a call.
+#include "cuda/kernels.h"
+#include "cuda/prefill.h"
+
+namespace flashq::cuda {
+
+int64_t attention_16_scratch_bytes(const Attention16Params& p, int32_t) { return prefill_sm80_scratch_bytes(p); }
+
+Status decode(const Attention16Params& p, const Launch& launch) { return prefill(p, launch); }
+
+Status prefill(const Attention16Params& p, const Launch& launch) {
+  Device device;
+  if (const Status status = enter(launch, device); !status.ok()) return status;
+  if (p.query.total_tokens == 0 || p.query.q_heads == 0) return {};
+  return prefill_sm80(p, device, launch);
+}
+
+}  // namespace flashq::cuda

@@ -1,0 +1,140 @@
+// Scores to weights, one tile of keys after the other, on the accumulator fragments of mma.sync (ptx/mma.cuh).
+#pragma once
+#include <cmath>
+
+#include "core/softmax_state.h"
+#include "cuda/ptx/math.cuh"
+#include "cuda/sequences.cuh"
+#include "params.h"
+
+namespace flashq::cuda {
+
+// From q.k to a score in base 2. In the plain case, score = factor * q.k with factor > 0, kernels fold the factor into
+// the exponential. Otherwise score = last * factor * q.k, or last * gain * tanh(shrink * factor * q.k). log2(e) is part
+// of the factor or gain that comes last, one rounding less, unless their product overflows: then it is `last`. So is
+// 1 / softcap part of the factor (shrink 1) unless their product leaves float32.
+struct ScoreRule {
+  float factor, shrink = 1, gain, last = 1;
+  bool capped, plain;
+
+  explicit ScoreRule(const ScoreOptions& o) : factor(o.scale), gain(o.softcap), capped(o.softcap != 0) {
+    if (capped) {
+      shrink = 1 / o.softcap;
+      if (const float quotient = o.scale / o.softcap; std::isnormal(quotient)) {
+        factor = quotient;
+        shrink = 1;
+      }
+    }
+    float& outer = capped ? gain : factor;
+    if (std::isfinite(outer * kLog2E))
+      outer *= kLog2E;
+    else
+      last = kLog2E;
+    plain = !capped && last == 1 && factor > 0 && std::isnormal(factor);
+  }
+
+  __device__ __forceinline__ float score(float x) const {
+    x *= factor;
+    if (capped) x = ptx::tanh_approx(x * shrink) * gain;
+    return x * last;
+  }
+};
+
+// The running state of the rows that a lane has a part of: rows g and g + 8 of each of kM 16-row fragments. max is the
+// same in the four lanes of a row, sum is each lane's own part.
+template <int kM> struct RowStates {
+  float max[kM][2], sum[kM][2];
+
+  __device__ __forceinline__ RowStates() {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        max[m][r] = -kInf;
+        sum[m][r] = 0;
+      }
+  }
+};
+
+__device__ __forceinline__ float reduce_row_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float reduce_row_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Scores of row g + 8 r of a fragment (16, 8 kN): -inf for keys outside the range, or whose bit is not set.
+template <int kN> __device__ __forceinline__ void mask_scores(float (&s)[kN][4], int r, TileRange keys) {
+  const int first = static_cast<int>(threadIdx.x) % 4 * 2;
+#pragma unroll
+  for (int n = 0; n < kN; ++n)
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int key = 8 * n + first + j;
+      if (key < keys.begin || key >= keys.end) s[n][2 * r + j] = -kInf;
+    }
+}
+template <int kN> __device__ __forceinline__ void mask_scores(float (&s)[kN][4], int r, uint64_t bits) {
+  bits >>= threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int n = 0; n < kN; ++n)
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+      if ((bits >> (8 * n + j) & 1) == 0) s[n][2 * r + j] = -kInf;
+}
+
+// By how much (in base 2) a maximum may grow before the accumulators are rescaled: weights up to 2^8 lose nothing in
+// fp32 sums and fit fp16, and after the first few tiles a maximum hardly ever grows by more.
+inline constexpr float kLazyGrowth = 8;
+
+// s (16 kM rows, 8 kN keys): q.k, or with factor 1 scores, -inf where masked. Becomes the weights 2^(score - max); acc
+// (16 kM, 8 kA) and the sums shrink where the maximum has to grow.
+template <int kM, int kN, int kA>
+__device__ __forceinline__ void softmax_step(float (&s)[kM][kN][4], float factor, RowStates<kM>& state,
+                                             float (&acc)[kM][kA][4]) {
+  float top[kM][2];
+  bool grow = false;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float x = fmaxf(s[m][0][2 * r], s[m][0][2 * r + 1]);  // may miss a NaN; the sum does not
+#pragma unroll
+      for (int n = 1; n < kN; ++n) x = fmaxf(x, fmaxf(s[m][n][2 * r], s[m][n][2 * r + 1]));
+      top[m][r] = reduce_row_max(x) * factor;
+      grow |= top[m][r] > state.max[m][r] + kLazyGrowth;  // the first finite score of a row is its maximum
+    }
+  if (__any_sync(~0u, grow)) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float max = fmaxf(state.max[m][r], top[m][r]);
+        const float shrink = ptx::exp2_approx(state.max[m][r] - (max == -kInf ? 0 : max));
+        state.max[m][r] = max;
+        state.sum[m][r] *= shrink;
+#pragma unroll
+        for (int a = 0; a < kA; ++a) {
+          acc[m][a][2 * r] *= shrink;
+          acc[m][a][2 * r + 1] *= shrink;
+        }
+      }
+  }
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float base = state.max[m][r] == -kInf ? 0 : state.max[m][r];  // -inf alone so far: 2^(-inf - 0) = 0
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int i = 2 * r; i < 2 * r + 2; ++i) {
+          s[m][n][i] = ptx::exp2_approx(fmaf(s[m][n][i], factor, -base));
+          state.sum[m][r] += s[m][n][i];
+        }
+    }
+}
+
+}  // namespace flashq::cuda

@@ -1,0 +1,177 @@
+"""prefill on CUDA where it differs from the CPU: many tiles, index tensors that only the device knows, graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accuracy import check_16bit
+from cases import INF, NAN, call, case_id, make_sinks, page_out, pairwise, randn
+from torch import Tensor
+
+import flashq
+
+pytestmark = pytest.mark.cuda
+
+CASES = pairwise(
+    dtype=(torch.bfloat16, torch.float16),
+    head_dim=(64, 128, 256, 80, 96, 192),
+    heads=((2, 2), (6, 1), (8, 4), (5, 1)),
+    lengths=((1000, 1111), (700, 300), (129, 2047), (513, 513), (64, 4100)),
+    mask=((False, -1, -1), (True, -1, -1), (True, 200, -1), (False, 100, 33)),
+    softcap=(0.0, 20.0),
+    sinks=("none", "some"),
+    growth=("normal", "times 8", "negative", "rising"),
+    aligned=(True, False),
+)
+
+
+@pytest.mark.contract(1, 2, 4, 5, 6)
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_many_tiles(case: dict) -> None:
+    (sq, sk), (heads, kv_heads), dim, dtype = case["lengths"], case["heads"], case["head_dim"], case["dtype"]
+    q, k, v = (randn(1, n, h, dim, seed=i) for i, (n, h) in enumerate(((sq, heads), (sk, kv_heads), (sk, kv_heads))))
+    if case["growth"] == "times 8":
+        q *= 8
+    elif case["growth"] == "negative":  # every score
+        q, k = q.abs(), -k.abs()
+    elif case["growth"] == "rising":  # with the key: the maximum grows again and again
+        q, k = q.abs(), k.abs() * torch.linspace(0, 4, sk)[:, None, None]
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    if not case["aligned"]:
+        q, k, v = (torch.cat([x.new_full((*x.shape[:-1], 1), NAN), x], dim=-1)[..., 1:] for x in (q, k, v))
+    causal, left, right = case["mask"]
+    options = {"causal": causal, "window_left": left, "window_right": right, "softcap": case["softcap"]}
+    check_16bit("prefill", q, k, v, make_sinks(case["sinks"], heads), device="cuda", big=True, **options)
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 7, 256])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("window", [-1, 150])
+def test_many_rows_over_pages(page_size: int, dim: int, window: int) -> None:
+    lengths = (1500, 130, 700)
+    keys, values = ([randn(n, 2, dim, dtype=torch.bfloat16, seed=s + i) for i, n in enumerate(lengths)] for s in (1, 9))
+    starts = [37, 0, 64]
+    cache = page_out(keys, values, page_size, kv_start=starts)
+    q = randn(3, 130, 6, dim, dtype=torch.bfloat16)
+    more = (cache.seqlens, cache.block_table, None, torch.tensor(starts))
+    check_16bit("decode", q, *cache[:2], *more, device="cuda", big=True, window_left=window)
+
+
+@pytest.mark.contract(2)
+def test_views_of_packed_projections() -> None:
+    """q, k and v as views of one tensor, as a linear layer gives them; (B, H, S, D) tensors, transposed."""
+    packed = randn(2, 200, 12, 128, dtype=torch.bfloat16)
+    check_16bit("prefill", packed[:, :, :8], packed[:, :, 8:10], packed[:, :, 10:], device="cuda", causal=True)
+    q, k, v = (randn(2, h, 150, 128, dtype=torch.float16, seed=h).transpose(1, 2) for h in (4, 2, 2))
+    check_16bit("prefill", q, k, v, device="cuda", causal=True)
+
+
+@pytest.mark.contract(9)
+def test_offsets_out_of_range_are_clamped() -> None:
+    q, k, v = (randn(50, h, 64, dtype=torch.float16, seed=h) for h in (4, 2, 3))
+    v = v[:, :2].contiguous()
+    for bad_q, good_q, bad_k, good_k in (
+        ((0, 20, 10, 50), (0, 20, 20, 50), (0, 30, 40, 50), (0, 30, 40, 50)),
+        ((0, 20, 10**6, 50), (0, 20, 50, 50), (0, -7, 40, 10**9), (0, 0, 40, 50)),
+        ((0, -5, 30, 40), (0, 0, 30, 40), (0, 50, 20, 50), (0, 50, 50, 50)),
+    ):
+        got = call("prefill_varlen", q, k, v, torch.tensor(bad_q), torch.tensor(bad_k), device="cuda", causal=True)
+        expected = call(
+            "prefill_varlen", q, k, v, torch.tensor(good_q), torch.tensor(good_k), device="cuda", causal=True
+        )
+        assert all(map(torch.equal, got, expected))
+        assert got[0][good_q[-1] :].eq(0).all()
+        assert got[1][:, good_q[-1] :].eq(-INF).all()
+
+
+@pytest.mark.contract(9)
+@pytest.mark.parametrize("q_len", [1, 40])
+def test_lengths_and_pages_out_of_range(q_len: int) -> None:
+    """Lengths and kv_start are clamped; the tokens of a page that is not there count as none."""
+    cache = page_out([randn(100, 2, 64, dtype=torch.float16)], [randn(100, 2, 64, dtype=torch.float16, seed=1)], 16)
+    table = cache.block_table[:, :6].contiguous()  # 96 tokens
+    q = randn(1, q_len, 8, 64, dtype=torch.float16, seed=2)
+
+    def run(length: int, table: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+        more = (torch.tensor([length]), table, None, torch.tensor([start]))
+        return call("decode", q, *cache[:2], *more, device="cuda", causal=False)
+
+    assert all(map(torch.equal, run(10**9, table), run(96, table)))
+    out, lse = run(-3, table)
+    assert out.eq(0).all()
+    assert lse.eq(-INF).all()
+    assert all(map(torch.equal, run(90, table, 10**9), run(90, table, 90)))
+    assert all(map(torch.equal, run(90, table, -4), run(90, table)))
+    for bad in (-1, len(cache.k), 2**31 - 1):
+        holed = table.clone()
+        holed[0, 2:] = bad
+        for got, expected in zip(run(96, holed), run(32, table), strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-3)
+        out, lse = run(96, torch.full_like(table, bad))
+        assert out.eq(0).all()
+        assert lse.eq(-INF).all()
+
+
+@pytest.mark.contract(11)
+def test_tensors_of_more_than_2_to_the_31_elements() -> None:
+    heads, dim, tokens = 4, 128, 2**31 // (4 * 128) + 300
+    room = torch.empty(tokens, heads, dim, dtype=torch.bfloat16, device="cuda")
+    for begin in range(0, tokens, 2**20):
+        room[begin : begin + 2**20].normal_()
+    last = 1000
+    cu = torch.tensor([0, tokens - last, tokens], device="cuda")
+    few = torch.tensor([0, 3, 3 + last], device="cuda")
+    q = room[-3 - last :]
+    out, lse = flashq.prefill_varlen(q, room, room, few, cu, window_left=100, causal=True)
+    alone, alone_lse = flashq.prefill(q[None, 3:], room[None, -last:], room[None, -last:], window_left=100, causal=True)
+    torch.testing.assert_close(out[3:], alone[0], rtol=0, atol=1e-2)
+    torch.testing.assert_close(lse[:, 3:], alone_lse[0], rtol=0, atol=1e-5)
+    start = flashq.prefill(
+        q[None, :3], room[None, : tokens - last], room[None, : tokens - last], window_left=100, causal=True
+    )
+    assert torch.equal(out[:3], start[0][0])
+    out, _ = flashq.prefill_varlen(room, room, room, cu, cu, window_left=0, causal=True)
+    for begin in range(0, tokens, 2**20):
+        assert torch.equal(out[begin : begin + 2**20], room[begin : begin + 2**20])
+
+
+@pytest.mark.contract(12)
+def test_a_graph_replays_with_other_lengths_beside_another_graph() -> None:
+    q, k, v = (torch.randn(300, h, 64, device="cuda").half() for h in (4, 2, 2))
+    graphs, cus, results = [], [], []
+    for _ in range(2):
+        cu = torch.tensor([0, 100, 300], device="cuda")
+        flashq.prefill_varlen(q, k, v, cu, cu, causal=True)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.graph(graph, stream=stream):
+            results.append(flashq.prefill_varlen(q, k, v, cu, cu, causal=True))
+        graphs.append(graph)
+        cus.append(cu)
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for middles in ((1, 299), (64, 0), (300, 128)):
+        expected = []
+        for cu, middle in zip(cus, middles, strict=True):
+            cu[1] = middle
+            expected.append([x.clone() for x in flashq.prefill_varlen(q, k, v, cu, cu, causal=True)])
+        torch.cuda.synchronize()
+        for _ in range(300):
+            for graph, stream in zip(graphs, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+        torch.cuda.synchronize()
+        for got, wanted in zip(results, expected, strict=True):
+            assert all(map(torch.equal, got, wanted))
+
+
+@pytest.mark.contract(12)
+def test_a_side_stream_and_its_order() -> None:
+    q = torch.zeros(1, 256, 4, 128, dtype=torch.bfloat16, device="cuda")
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        q.normal_()
+        out, _ = flashq.prefill(q, q, q, window_left=0, causal=True)
+    stream.synchronize()
+    assert torch.equal(out, q)
+    assert q.any()
