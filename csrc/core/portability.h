@@ -11,6 +11,13 @@
 #define FLASHQ_HD FLASHQ_HOST
 #endif
 
+// Before a loop whose arrays have to stay in registers. The C++ compiler gets no hint: it vectorises such loops.
+#if defined(__CUDA_ARCH__)
+#define FLASHQ_UNROLL _Pragma("unroll")
+#else
+#define FLASHQ_UNROLL
+#endif
+
 namespace flashq {
 
 inline constexpr float kInf = __builtin_inff();

@@ -8,6 +8,10 @@ namespace flashq::cuda {
 [[nodiscard]] Status prefill(const Attention16Params&, const Launch&);
 [[nodiscard]] Status decode(const Attention16Params&, const Launch&);
 [[nodiscard]] Status kv_append(const KvAppendParams&, const Launch&);
+[[nodiscard]] Status tbq4_append(const Tbq4AppendParams&, const Launch&);
+[[nodiscard]] Status tbq4_quantize(const Tbq4QuantizeParams&, const Launch&);
+[[nodiscard]] Status tbq4_dequantize(const Tbq4DequantizeParams&, const Launch&);
+[[nodiscard]] Status tbq4_rotate(const Tbq4RotateParams&, const Launch&);
 [[nodiscard]] Status merge_states(const MergeParams&, const Launch&);
 
 }  // namespace flashq::cuda

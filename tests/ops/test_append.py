@@ -55,21 +55,23 @@ def test_every_tensor_of_an_append_has_strides_of_its_own(strided: int, backend:
     if strided < 2:  # planes are contiguous
         k, v = (randn(5, 2, 64, seed=i) for i in range(2))
         codes, norms = torch.zeros(3, 2, 4, 32, dtype=torch.uint8), torch.zeros(3, 2, 4, 1, dtype=torch.float16)
-        got, expected = ([x.clone() for x in (codes, norms, codes, norms)] for _ in range(2))
-        flashq.tbq4_append_(*(lay_out(x, "padded") if i == strided else x for i, x in enumerate((k, v))), *got, slots)
+        expected = [x.clone() for x in (codes, norms, codes, norms)]
+        got = [x.to(backend, copy=True) for x in expected]
+        rows = [lay_out(x.to(backend), "padded" if i == strided else "contiguous") for i, x in enumerate((k, v))]
+        flashq.tbq4_append_(*rows, *got, slots.to(backend))
         reference.tbq4_append_(k, v, *expected, slots)
-        assert all(map(torch.equal, got, expected))
+        assert all(torch.equal(x.cpu(), truth) for x, truth in zip(got, expected, strict=True))
 
 
 @pytest.mark.contract(2, 3, 9, 17)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page_size", [1, 16, 48])
-def test_tbq4_append(page_size: int, dtype: torch.dtype, layout: str, isa: str) -> None:
+def test_tbq4_append(page_size: int, dtype: torch.dtype, layout: str, backend: torch.device) -> None:
     for head_dim in tbq4.HEAD_DIMS:
         for offsets_kind in ("none", "plain", "strided"):
             pages, blocks = 96 // page_size, head_dim // tbq4.block_width(head_dim)
-            k, v = (lay_out(randn(37, 3, head_dim, dtype=dtype, seed=i), layout) for i in (1, 2))
+            k, v = (lay_out(randn(37, 3, head_dim, dtype=dtype, seed=i).to(backend), layout) for i in (1, 2))
             planes = []
             for seed in (5, 6):
                 random = torch.Generator().manual_seed(seed)
@@ -79,13 +81,14 @@ def test_tbq4_append(page_size: int, dtype: torch.dtype, layout: str, isa: str) 
                 planes.append(randn(pages, 3, page_size, blocks, dtype=torch.float16, seed=seed))
             expected = [p.clone() for p in planes]
             offsets = None if offsets_kind == "none" else (5 * randn(pages, 3, head_dim, seed=7)).half()
-            if offsets_kind == "strided":
-                offsets = lay_out(offsets, "padded")
             slots = make_slots(37, pages * page_size, INDEX_DTYPES[head_dim == 64])
-            flashq.tbq4_append_(k, v, *planes, slots, offsets)
-            reference.tbq4_append_(k, v, *expected, slots, offsets)
+            reference.tbq4_append_(k.cpu(), v.cpu(), *expected, slots, offsets)
+            if offsets is not None:
+                offsets = lay_out(offsets.to(backend), "padded" if offsets_kind == "strided" else "contiguous")
+            planes = [p.to(backend) for p in planes]
+            flashq.tbq4_append_(k, v, *planes, slots.to(backend), offsets)
             for got, truth in zip(planes, expected, strict=True):
-                assert torch.equal(got.view(torch.uint8), truth.view(torch.uint8))
+                assert torch.equal(got.view(torch.uint8).cpu(), truth.view(torch.uint8))
 
 
 @pytest.mark.contract(14)
@@ -99,9 +102,8 @@ def test_nothing_to_append(backend: torch.device) -> None:
     flashq.kv_append_(cache[0, :, :0], cache[0, :, :0], cache[:, :, :0], cache[:, :, :0], skipped)
     flashq.kv_append_(cache[0, ..., :0], cache[0, ..., :0], cache[..., :0], cache[..., :0], skipped)
     assert torch.equal(cache.cpu(), torch.ones(2, 4, 1, 64))
-    cache = cache.cpu()
     planes = [torch.zeros(0, 1, 4, 32, dtype=torch.uint8), torch.zeros(0, 1, 4, 1, dtype=torch.float16)] * 2
-    flashq.tbq4_append_(cache[0], cache[0], *planes, torch.full((4,), -1))
+    flashq.tbq4_append_(cache[0], cache[0], *(p.to(backend) for p in planes), skipped)
 
 
 @pytest.mark.contract(9)

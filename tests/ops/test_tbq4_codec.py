@@ -17,8 +17,8 @@ def bits(norms: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.contract(17)
 @pytest.mark.parametrize("group", golden.CODEC_GROUPS)
-def test_golden_vectors(group: str, isa: str) -> None:
-    data = golden.load(group)
+def test_golden_vectors(group: str, backend: torch.device) -> None:
+    data = {name: tensor.to(backend) for name, tensor in golden.load(group).items()}
     codes, norms = flashq.tbq4_quantize(data["x"])
     assert golden.same_bits(codes, data["codes"])
     assert torch.equal(bits(norms), bits(data["norms"]))
@@ -30,64 +30,66 @@ def test_golden_vectors(group: str, isa: str) -> None:
 @pytest.mark.parametrize("head_dim", tbq4.HEAD_DIMS)
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 3e-8, 1e4, 1e-30])
 def test_the_reference_and_the_op_write_the_same_bytes(
-    dtype: torch.dtype, head_dim: int, scale: float, isa: str
+    dtype: torch.dtype, head_dim: int, scale: float, backend: torch.device
 ) -> None:
     x = (scale * randn(200, head_dim)).to(dtype)
     x[5] = 0
     x[6, 3], x[7, 3] = float("nan"), float("-inf")
     x[8, ::2] *= 20
-    codes, norms = flashq.tbq4_quantize(x)
+    codes, norms = flashq.tbq4_quantize(x.to(backend))
     true_codes, true_norms = reference.tbq4_quantize(x)
-    assert torch.equal(codes, true_codes)
-    assert torch.equal(bits(norms), bits(true_norms))
+    assert torch.equal(codes.cpu(), true_codes)
+    assert torch.equal(bits(norms).cpu(), bits(true_norms))
     for out_dtype in (None, *DTYPES):
         out = flashq.tbq4_dequantize(codes, norms, dtype=out_dtype)
-        assert golden.same_bits(out, reference.tbq4_dequantize(codes, norms, dtype=out_dtype))
+        assert golden.same_bits(out.cpu(), reference.tbq4_dequantize(true_codes, true_norms, dtype=out_dtype))
 
 
 @pytest.mark.contract(2)
 @pytest.mark.parametrize("head_dim", tbq4.HEAD_DIMS)
-def test_any_leading_strides(head_dim: int, isa: str) -> None:
-    room = randn(4, 3, 5, head_dim + 7)
+def test_any_leading_strides(head_dim: int, backend: torch.device) -> None:
+    room = randn(4, 3, 5, head_dim + 7).to(backend)
     views = {
         "padded": room[..., 1 : head_dim + 1],
         "transposed": room.transpose(0, 2)[..., :head_dim],
         "expanded": room[:, :1, :, 3 : 3 + head_dim].expand(4, 6, 5, head_dim),
         "one row": room[0, 0, 0, :head_dim],
         "eight leading dimensions": room[:2, :2, :2, :head_dim].reshape(1, 2, 1, 2, 1, 2, 1, 1, head_dim),
+        "six dimensions in reverse": room.expand(2, 1, 2, 4, 3, 5, -1).permute(5, 4, 3, 2, 1, 0, 6)[..., :head_dim],
     }
     for name, x in views.items():
         codes, norms = flashq.tbq4_quantize(x)
-        true_codes, true_norms = reference.tbq4_quantize(x)
-        assert torch.equal(codes, true_codes), name
-        assert torch.equal(bits(norms), bits(true_norms)), name
+        true_codes, true_norms = reference.tbq4_quantize(x.cpu())
+        assert torch.equal(codes.cpu(), true_codes), name
+        assert torch.equal(bits(norms).cpu(), bits(true_norms)), name
         assert codes.is_contiguous(), name
         for inverse in (False, True):
-            torch.testing.assert_close(
-                flashq.tbq4_rotate(x, inverse=inverse), reference.tbq4_rotate(x, inverse=inverse), msg=name
-            )
+            rotated = flashq.tbq4_rotate(x, inverse=inverse).cpu()
+            torch.testing.assert_close(rotated, reference.tbq4_rotate(x.cpu(), inverse=inverse), msg=name)
     codes, norms = flashq.tbq4_quantize(room[..., :head_dim])
-    spread = torch.full((4, 3, 5, head_dim // 2 + 3), 255, dtype=torch.uint8)[..., 1 : 1 + head_dim // 2]
-    spread.copy_(codes)
-    strided = torch.full((*norms.shape[:-1], 7), float("nan"), dtype=torch.float16)[..., : norms.shape[-1]]
+    strided = norms.new_full((*norms.shape[:-1], 7), float("nan"))[..., : norms.shape[-1]]
     strided.copy_(norms)
-    assert golden.same_bits(flashq.tbq4_dequantize(spread, strided), flashq.tbq4_dequantize(codes, norms))
+    expected = reference.tbq4_dequantize(codes.cpu(), norms.cpu())
+    for room, first in ((3, 1), (16, 0), (4, 4)):
+        spread = codes.new_full((4, 3, 5, head_dim // 2 + room), 255)[..., first : first + head_dim // 2]
+        spread.copy_(codes)
+        assert golden.same_bits(flashq.tbq4_dequantize(spread, strided).cpu(), expected)
 
 
 @pytest.mark.contract(14)
 @pytest.mark.parametrize("head_dim", tbq4.HEAD_DIMS)
-def test_no_rows(head_dim: int, isa: str) -> None:
-    codes, norms = flashq.tbq4_quantize(torch.empty(3, 0, head_dim))
+def test_no_rows(head_dim: int, backend: torch.device) -> None:
+    codes, norms = flashq.tbq4_quantize(torch.empty(3, 0, head_dim, device=backend))
     assert codes.shape == (3, 0, head_dim // 2)
     assert norms.shape == (3, 0, head_dim // tbq4.block_width(head_dim))
     assert flashq.tbq4_dequantize(codes, norms).shape == (3, 0, head_dim)
-    assert flashq.tbq4_rotate(torch.empty(0, head_dim)).shape == (0, head_dim)
+    assert flashq.tbq4_rotate(torch.empty(0, head_dim, device=backend)).shape == (0, head_dim)
 
 
 @pytest.mark.contract(17)
 @pytest.mark.parametrize("head_dim", tbq4.HEAD_DIMS)
-def test_error_is_the_published_one(head_dim: int, isa: str) -> None:
-    x = randn(8000, head_dim, seed=head_dim)
+def test_error_is_the_published_one(head_dim: int, backend: torch.device) -> None:
+    x = randn(8000, head_dim, seed=head_dim).to(backend)
     codes, norms = flashq.tbq4_quantize(x)
     decoded = flashq.tbq4_dequantize(codes, norms)
     error = (x - decoded).square().sum(-1) / x.square().sum(-1)
@@ -104,23 +106,23 @@ def test_error_is_the_published_one(head_dim: int, isa: str) -> None:
 @pytest.mark.contract(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", tbq4.HEAD_DIMS)
-def test_rotate(dtype: torch.dtype, head_dim: int, isa: str) -> None:
+def test_rotate(dtype: torch.dtype, head_dim: int, backend: torch.device) -> None:
     x = randn(50, 3, head_dim, dtype=dtype)
     for inverse in (False, True):
-        out = flashq.tbq4_rotate(x, inverse=inverse)
+        out = flashq.tbq4_rotate(x.to(backend), inverse=inverse).cpu()
         truth = reference.tbq4_rotate(x, inverse=inverse, dtype=torch.float64)
         assert out.dtype == dtype
         torch.testing.assert_close(out, truth.to(dtype), rtol=torch.finfo(dtype).eps, atol=2e-6)
-    back = flashq.tbq4_rotate(flashq.tbq4_rotate(x.float()), inverse=True)
-    torch.testing.assert_close(back, x.float(), rtol=0, atol=3e-6)
-    keys = randn(50, 3, head_dim, seed=4)
-    scores = (flashq.tbq4_rotate(x.float()) * flashq.tbq4_rotate(keys)).sum(-1)
-    torch.testing.assert_close(scores, (x.float() * keys).sum(-1), rtol=0, atol=1e-4)
+    x, keys = x.float().to(backend), randn(50, 3, head_dim, seed=4).to(backend)
+    back = flashq.tbq4_rotate(flashq.tbq4_rotate(x), inverse=True)
+    torch.testing.assert_close(back, x, rtol=0, atol=3e-6)
+    scores = (flashq.tbq4_rotate(x) * flashq.tbq4_rotate(keys)).sum(-1)
+    torch.testing.assert_close(scores, (x * keys).sum(-1), rtol=0, atol=1e-4)
 
 
 @pytest.mark.contract(7)
-def test_nan_stays_in_its_block(isa: str) -> None:
-    x = randn(1, 256)
+def test_nan_stays_in_its_block(backend: torch.device) -> None:
+    x = randn(1, 256).to(backend)
     x[0, 200] = float("nan")
     decoded = flashq.tbq4_dequantize(*flashq.tbq4_quantize(x))
     assert decoded[0, 128:].isnan().all()

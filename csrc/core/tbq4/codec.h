@@ -15,6 +15,7 @@ FLASHQ_HD bool is_finite(float x) { return (bits_of(x) & 0x7f800000) != 0x7f8000
 FLASHQ_HD Table<int32_t, kEdges> scaled_edges(float length) {
   constexpr auto edges = kPositiveEdges;
   Table<int32_t, kEdges> bits;
+  FLASHQ_UNROLL
   for (int k = 0; k < kEdges; ++k) bits.value[k] = static_cast<int32_t>(bits_of(ieee::mul(edges[k], length)));
   return bits;
 }
@@ -30,6 +31,7 @@ FLASHQ_HD Level level_of(float v, const Table<int32_t, kEdges>& edges) {
   const int32_t negative = v < 0 ? 1 : 0;  // not of -0, which is >= the edge 0
   const int32_t size = static_cast<int32_t>(bits_of(v) & 0x7fffffff) - negative;
   int32_t magnitude = 0, square = squares[0];
+  FLASHQ_UNROLL
   for (int k = 0; k < kEdges; ++k) {
     const bool above = size >= edges.value[k];
     magnitude += above ? 1 : 0;
@@ -46,8 +48,9 @@ template <int kWidth> FLASHQ_HD uint16_t norm_of(float length, int32_t energy) {
 }
 
 // The sum of the format: neighbours first, then neighbouring pairs, and so on.
-template <int kCount> FLASHQ_HOST float tree_sum(const float* x) {
+template <int kCount> FLASHQ_HD float tree_sum(const float* x) {
   float sums[kCount / 2];
+  FLASHQ_UNROLL
   for (int i = 0; i < kCount / 2; ++i) sums[i] = ieee::add(x[2 * i], x[2 * i + 1]);
   if constexpr (kCount == 2) {
     return sums[0];
@@ -56,8 +59,9 @@ template <int kCount> FLASHQ_HOST float tree_sum(const float* x) {
   }
 }
 
-template <int kWidth> FLASHQ_HOST float energy_of(const float* x) {
+template <int kWidth> FLASHQ_HD float energy_of(const float* x) {
   float squares[kWidth];
+  FLASHQ_UNROLL
   for (int i = 0; i < kWidth; ++i) squares[i] = ieee::mul(x[i], x[i]);
   return tree_sum<kWidth>(squares);
 }

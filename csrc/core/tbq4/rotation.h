@@ -1,7 +1,7 @@
 // The rotation of a TBQ4 block: a Hadamard transform between two sign flips. Orthogonal, so it can move to the queries.
 //
-// Whole blocks of one CPU thread, each stage a loop that the compiler vectorises; additions happen in the order of the
-// format. A warp does the same with shuffles over `flip`, `sign_bit` and ieee::add / sub.
+// Whole blocks of one thread; on the CPU each stage is a loop that the compiler vectorises, on a GPU everything is
+// unrolled. Additions happen in the order of the format. cuda/tbq4/lanes.cuh shares a block among lanes.
 #pragma once
 #include "core/ieee.h"
 #include "core/tbq4/codebook.h"
@@ -29,8 +29,10 @@ template <int kWidth, Sign kSign> FLASHQ_HOST void flip(float* v) {
   for (int i = 0; i < kWidth; ++i) v[i] = flip(v[i], signs.value[i]);
 }
 
-template <int kWidth, int kHalf> FLASHQ_HOST void butterfly_stage(float* v) {
+template <int kWidth, int kHalf> FLASHQ_HD void butterfly_stage(float* v) {
+  FLASHQ_UNROLL
   for (int base = 0; base < kWidth; base += 2 * kHalf) {
+    FLASHQ_UNROLL
     for (int i = base; i < base + kHalf; ++i) {
       const float a = v[i], b = v[i + kHalf];
       v[i] = ieee::add(a, b);
@@ -40,7 +42,7 @@ template <int kWidth, int kHalf> FLASHQ_HOST void butterfly_stage(float* v) {
 }
 
 // The un-normalised Walsh-Hadamard transform in natural order: stages 1, 2, 4, ..., kWidth / 2.
-template <int kWidth, int kHalf = 1> FLASHQ_HOST void hadamard(float* v) {
+template <int kWidth, int kHalf = 1> FLASHQ_HD void hadamard(float* v) {
   butterfly_stage<kWidth, kHalf>(v);
   if constexpr (2 * kHalf < kWidth) hadamard<kWidth, 2 * kHalf>(v);
 }
