@@ -30,7 +30,31 @@ def append_inputs(seed: int, device: str) -> Inputs:
     return {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slots": slots}
 
 
-INPUTS: dict[str, Callable[[int, str], Inputs]] = {"kv_append_": append_inputs, "merge_states": merge_inputs}
+def codec_inputs(seed: int, device: str) -> Inputs:
+    return {"x": randn(2000, 3, 128, dtype=torch.bfloat16, seed=seed).to(device)}
+
+
+def code_inputs(seed: int, device: str) -> Inputs:
+    codes, norms = torch.ops.flashq.tbq4_quantize(codec_inputs(seed, "cpu")["x"])
+    return {"codes": codes.to(device), "norms": norms.to(device)}
+
+
+def tbq4_append_inputs(seed: int, device: str) -> Inputs:
+    inputs = {name: append_inputs(seed, device)[name] for name in ("k", "v", "slots")}
+    for name in ("k", "v"):
+        inputs[f"{name}_codes"] = torch.zeros(8, 4, 16, 64, dtype=torch.uint8, device=device)
+        inputs[f"{name}_norms"] = torch.zeros(8, 4, 16, 1, dtype=torch.float16, device=device)
+    return inputs | {"k_offsets": randn(8, 4, 128, dtype=torch.float16, seed=seed).to(device)}
+
+
+INPUTS: dict[str, Callable[[int, str], Inputs]] = {
+    "kv_append_": append_inputs,
+    "merge_states": merge_inputs,
+    "tbq4_append_": tbq4_append_inputs,
+    "tbq4_dequantize": code_inputs,
+    "tbq4_quantize": codec_inputs,
+    "tbq4_rotate": codec_inputs,
+}
 
 
 def call(op: str, inputs: Inputs) -> tuple[Tensor, ...]:
@@ -148,7 +172,44 @@ def large_append() -> Large:
     return large, small, lambda results: tuple(x[-1:] for x in results)
 
 
-LARGE: dict[str, Callable[[], Large]] = {"kv_append_": large_append, "merge_states": large_merge}
+def large_codec() -> Large:
+    x = torch.zeros(ROWS, 8, 128, dtype=torch.float16, device="cuda")
+    x[-5:] = randn(5, 8, 128, dtype=torch.float16).cuda()
+    return {"x": x}, {"x": x[-5:].clone()}, lambda results: tuple(out[-5:] for out in results)
+
+
+def large_codes() -> Large:
+    codes = torch.zeros(2 * ROWS, 8, 64, dtype=torch.uint8, device="cuda")
+    norms = torch.zeros(2 * ROWS, 8, 1, dtype=torch.float16, device="cuda")
+    last = code_inputs(0, "cuda")
+    codes[-5:, :3], norms[-5:, :3] = last["codes"][:5], last["norms"][:5]
+    small = {"codes": codes[-5:].clone(), "norms": norms[-5:].clone()}
+    return {"codes": codes, "norms": norms}, small, lambda results: (results[0][-5:],)
+
+
+def large_tbq4_append() -> Large:
+    """The last page of planes of 2^32 values and more. K and V get the same planes, as in large_append."""
+    pages = 2 * ROWS // 16 + 1
+    codes = torch.zeros(pages, 8, 16, 64, dtype=torch.uint8, device="cuda")
+    norms = torch.zeros(pages, 8, 16, 1, dtype=torch.float16, device="cuda")
+    k = randn(3, 8, 128, dtype=torch.float16).cuda()
+    slots = torch.tensor([15, 3, 8], device="cuda")
+    last = {"k_codes": codes[-1:].clone(), "k_norms": norms[-1:].clone()}
+    last |= {"v_codes": last["k_codes"], "v_norms": last["k_norms"]}
+    small = {"k": k, "v": k, "slots": slots} | last
+    large = small | {"slots": slots + (pages - 1) * 16}
+    large |= {f"{name}_codes": codes for name in "kv"} | {f"{name}_norms": norms for name in "kv"}
+    return large, small, lambda results: tuple(x[-1:] for x in results)
+
+
+LARGE: dict[str, Callable[[], Large]] = {
+    "kv_append_": large_append,
+    "merge_states": large_merge,
+    "tbq4_append_": large_tbq4_append,
+    "tbq4_dequantize": large_codes,
+    "tbq4_quantize": large_codec,
+    "tbq4_rotate": large_codec,
+}
 
 
 @pytest.mark.contract(11)
