@@ -38,6 +38,7 @@ CXX_FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-err
 CXX_FLAGS += ["-Wextra", "-Icsrc"]
 # The torch API of 2.10, whatever newer torch the headers come from.
 TORCH_FLAGS = ["-DTORCH_TARGET_VERSION=0x020a000000000000", f"-isystem {BUILD}/include/torch"]
+EXPORTS = "csrc/exports.map"
 NVCC_FLAGS = ["-std=c++20", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra", "-Icsrc"]
 
 
@@ -102,8 +103,7 @@ class Ninja:
 
     def link(self, rule: str, name: str, objects: list[str], flags: list[str], needs: str = "") -> str:
         out = f"{BUILD}/flashq/{name}"
-        implicit = f" | {needs}" if needs else ""
-        self.text += f"build {out}: {rule} {' '.join(objects)}{implicit}\n  flags = {' '.join(flags)}\n"
+        self.text += f"build {out}: {rule} {' '.join(objects)} | {EXPORTS} {needs}\n  flags = {' '.join(flags)}\n"
         self.targets.append(name)
         return out
 
@@ -138,7 +138,7 @@ def write_ninja_file() -> list[str]:
     flags = " ".join([*CXX_FLAGS, prefix_map] + ["-Werror"] * werror)
     ninja = Ninja()
     ninja.rule("cxx", f"{cxx} {flags} $flags -MD -MF $out.d -c $in -o $out", depfile=True)
-    ninja.rule("link", f"{cxx} -shared -Wl,--as-needed $in $flags -o $out", depfile=False)
+    ninja.rule("link", f"{cxx} -shared -Wl,--as-needed,--version-script={EXPORTS} $in $flags -o $out", depfile=False)
 
     archs = ";".join(cuda_archs()) if nvcc and sources("cuda/*.cu") else ""
     facts = {"VERSION": package_version(), "TORCH_VERSION": torch.version, "CUDA_ARCHS": archs}
@@ -161,7 +161,7 @@ def write_ninja_file() -> list[str]:
         defines = [define("CUDA_ARCHS", archs)]
         objects = [ninja.compile("nvcc", source, defines) for source in sources("cuda/*.cu")]
         link_flags = [f"-L{BUILD}/flashq/lib", "-lflashq", "'-Xlinker=-rpath=$$ORIGIN'"]
-        link_flags += ["-Xlinker=--as-needed,--no-undefined,--exclude-libs=ALL,-soname,libflashq_cuda.so"]
+        link_flags += [f"-Xlinker=--as-needed,--no-undefined,--version-script={EXPORTS},-soname,libflashq_cuda.so"]
         ninja.link("nvcc_link", "lib/libflashq_cuda.so", objects, link_flags, needs=library)
 
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
