@@ -82,6 +82,11 @@ FLASHQ_SIMD VecF as_float(VecI x) { return _mm256_castsi256_ps(x); }
 FLASHQ_SIMD VecI as_words(VecF x) { return _mm256_castps_si256(x); }
 FLASHQ_SIMD VecF to_float(VecI x) { return _mm256_cvtepi32_ps(x); }
 FLASHQ_SIMD VecI shift_right(VecI x, int bits) { return bits ? _mm256_srli_epi32(x, bits) : x; }
+FLASHQ_SIMD void store_int16(int16_t* p, VecF x) {  // rounds to nearest even
+  const __m256i i = _mm256_cvtps_epi32(x);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm_packs_epi32(_mm256_castsi256_si128(i), _mm256_extracti128_si256(i, 1)));
+}
 
 // 8 x 8 words, in place: 24 shuffles.
 FLASHQ_SIMD void transpose(VecI (&r)[kLanes]) {

@@ -1,24 +1,29 @@
 // Attention of a block of rows of one KV head over TBQ4 codes, tile by tile.
 //
-// Queries are rotated once and outputs are accumulated in the rotated domain, so codes meet rotated operands only: a
-// tile of 64 keys is looked up into operands of a product (16 KiB at width 128), which the next tile overwrites. Norms
-// multiply scores and probabilities in fp32, never values. Per block of kWidth dims n:
-//   scores   s[r][key]  += sum_i q'[r][i] c[key][i] * norm_k[key]       expanded keys (words, kTileK)
-//   outputs  o'[r][dim] += sum_key P[r][key] norm_v[key] c[key][dim]    expanded values (keys / kPerWord, kWidth)
+// Queries are rotated once and outputs are accumulated in the rotated domain, so codes meet rotated operands only: they
+// are looked up in registers (AVX2), or for a tile of 64 keys into operands of a product (16 KiB at width 128) that the
+// next tile overwrites. Norms multiply scores and probabilities in fp32, never values. Per block of kWidth dims n:
+//   scores   s[r][key]  += sum_i q'[r][i] c[key][i] * norm_k[key]
+//   outputs  o'[r][dim] += sum_key P[r][key] norm_v[key] c[key][dim]
 #pragma once
 #include "core/tbq4/rotation.h"
-#include "cpu/tbq4/int16_math.h"
+#include "cpu/tbq4/fp32_math.h"
+#include "cpu/tbq4/int16_direct.h"
+#include "cpu/tbq4/int16_expanded.h"
 #include "cpu/tbq4/product.h"
 
 namespace flashq::FLASHQ_ISA {
 namespace {
 
-#if defined(__AVX2__)
-template <int kWidth> using CodeMath = Int16Math<kWidth>;
-constexpr bool kInt16 = true;
+#if defined(__AVX512F__)
+template <int kWidth> using CodeMath = ExpandedInt16<kWidth>;
+constexpr bool kInt16 = true, kDirect = false;
+#elif defined(__AVX2__)
+template <int kWidth> using CodeMath = DirectInt16<kWidth>;
+constexpr bool kInt16 = true, kDirect = true;
 #else
 template <int kWidth> using CodeMath = Fp32Math<kWidth>;
-constexpr bool kInt16 = false;
+constexpr bool kInt16 = false, kDirect = false;
 #endif
 
 // A score of length(q) * norm(k) * scale above this is computed in fp32: int16 is off by 8e-6 of that product (standard
@@ -197,23 +202,61 @@ template <int D> class CodeBlock {
     while (!bits[first]) ++first;
     while (!bits[last - 1]) --last;
 
+    prefetch_norms(next);
     const int64_t fine = kInt16 ? find_fine_rows(k_norms, bits, first, last) : 0;
     if (fine < last - first)
-      for (int n = 0; n < kBlocks; ++n) {
-        const uint8_t* codes = p_.kv.k_codes + n * kWidth / 2;
-        Math::expand_keys(codes, D / 2, tile, expanded_, prefetcher(codes, next));
-        multiply_code_rows<Math>(last - first, q_ + (n * rows_ + first) * kWordsQ, kWordsQ, expanded_, kWordsQ, kTileK,
-                                 {s_ + first * kTileK, kTileK, q_unit_ + n * rows_ + first, k_norms[n], n > 0});
-      }
+      for (int n = 0; n < kBlocks; ++n) add_scores(n, tile, k_norms[n], next, first, last);
     if (fine > 0) fine_scores(tile, k_norms, first, last);
 
     for (int64_t r = first; r < last; ++r) weigh(r, tile, bits[r], v_norms);
-    for (int n = 0; n < kBlocks; ++n) {
-      const uint8_t* codes = p_.kv.v_codes + n * kWidth / 2;
+    for (int n = 0; n < kBlocks; ++n) add_outputs(n, tile, next, first, last);
+  }
+
+  FLASHQ_SIMD void add_scores(int n, const TileRows& tile, const float* norms, const TileRows& next, int64_t first,
+                              int64_t last) {
+    const uint8_t* codes = p_.kv.k_codes + n * kWidth / 2;
+    const float *q = q_ + n * rows_ * kWordsQ, *unit = q_unit_ + n * rows_;
+    if constexpr (kDirect) {
+      for_row_groups(first, last, [&]<int kRows>(int64_t r) {
+        Math::template scores<kRows>(q + r * kWordsQ, codes, D / 2, tile, s_ + r * kTileK, unit + r, norms, n > 0,
+                                     prefetcher(codes, next, r == first));
+      });
+    } else {
+      Math::expand_keys(codes, D / 2, tile, expanded_, prefetcher(codes, next));
+      multiply_code_rows<Math>(last - first, q + first * kWordsQ, kWordsQ, expanded_, kWordsQ, kTileK,
+                               {s_ + first * kTileK, kTileK, unit + first, norms, n > 0});
+    }
+  }
+  FLASHQ_SIMD void add_outputs(int n, const TileRows& tile, const TileRows& next, int64_t first, int64_t last) {
+    const uint8_t* codes = p_.kv.v_codes + n * kWidth / 2;
+    const float *weights = weights_ + n * rows_ * kWordsP, *unit = weight_unit_ + n * rows_;
+    float* acc = acc_ + n * kWidth;
+    if constexpr (kDirect) {
+      for_row_groups(first, last, [&]<int kRows>(int64_t r) {
+        Math::template accumulate<kRows>(weights + r * kWordsP, codes, D / 2, tile, expanded_, acc + r * D, D, unit + r,
+                                         prefetcher(codes, next, r == first));
+      });
+    } else {
       Math::expand_values(codes, D / 2, tile, expanded_, prefetcher(codes, next));
-      multiply_code_rows<Math>(last - first, weights_ + (n * rows_ + first) * kWordsP, kWordsP, expanded_, kWordsP,
-                               kWidth,
-                               {acc_ + first * D + n * kWidth, D, weight_unit_ + n * rows_ + first, nullptr, true});
+      multiply_code_rows<Math>(last - first, weights + first * kWordsP, kWordsP, expanded_, kWordsP, kWidth,
+                               {acc + first * D, D, unit + first, nullptr, true});
+    }
+  }
+
+  // Calls f<rows>(first row) for groups of up to 8 rows. The number is a constant of the code: leaving a loop over 4
+  // rows is mispredicted, once for every vector of codes.
+  template <class F> FLASHQ_SIMD static void for_row_groups(int64_t first, int64_t last, const F& f) {
+    int64_t r = first;
+    for (; last - r >= 8; r += 8) f.template operator()<8>(r);
+    switch (last - r) {
+      case 7: return f.template operator()<7>(r);
+      case 6: return f.template operator()<6>(r);
+      case 5: return f.template operator()<5>(r);
+      case 4: return f.template operator()<4>(r);
+      case 3: return f.template operator()<3>(r);
+      case 2: return f.template operator()<2>(r);
+      case 1: return f.template operator()<1>(r);
+      default: return;
     }
   }
 
@@ -295,12 +338,18 @@ template <int D> class CodeBlock {
     }
   }
 
-  // For expand_keys and expand_values: rows of the next tile, a few at a time. All at once they fill the queue of
-  // misses.
-  FLASHQ_SIMD static auto prefetcher(const uint8_t* codes, const TileRows& next) {
-    return [codes, &next](int begin, int end) {
-      for (int i = begin; i < end; ++i) prefetch_l2(codes + next.row[i] * (D / 2));
+  // Rows of the next tile, a few at a time: all at once they fill the queue of misses.
+  FLASHQ_SIMD static auto prefetcher(const uint8_t* codes, const TileRows& next, bool on = true) {
+    return [codes, &next, on](int begin, int end) {
+      if (on)
+        for (int i = begin; i < end; ++i) prefetch_l2(codes + next.row[i] * (D / 2));
     };
+  }
+  FLASHQ_SIMD void prefetch_norms(const TileRows& next) const {
+    for (int i = 0; i < kTileK; i += 16) {
+      prefetch_l2(p_.kv.k_norms + next.row[i] * kBlocks);
+      prefetch_l2(p_.kv.v_norms + next.row[i] * kBlocks);
+    }
   }
 
   // From positions of the product to dims, and back to the domain of the values.
@@ -321,7 +370,7 @@ template <int D> class CodeBlock {
   CodePages pages_;
   ScoreRule rule_;
   RowState* state_;
-  float* expanded_;                           // keys or values of a tile
+  float* expanded_;                           // keys or values of a tile, or sums of rows
   float *acc_, *raw_q_, *fine_q_;             // (rows, D); fine_q_ is rotated
   float *q_, *weights_;                       // (blocks, rows, words)
   float *q_unit_, *q_length_, *weight_unit_;  // (blocks, rows)
