@@ -34,6 +34,7 @@ struct Backend {
   Status (*tbq4_attention)(const AttentionTbq4Params&, const Launch&);
   Status (*kv_append)(const KvAppendParams&, const Launch&);
   Status (*tbq4_append)(const Tbq4AppendParams&, const Launch&);
+  Status (*tbq4_page_offsets)(const PageOffsetsParams&, const Launch&);
   Status (*tbq4_quantize)(const Tbq4QuantizeParams&, const Launch&);
   Status (*tbq4_dequantize)(const Tbq4DequantizeParams&, const Launch&);
   Status (*tbq4_rotate)(const Tbq4RotateParams&, const Launch&);

@@ -106,6 +106,24 @@ struct Tbq4AppendParams {
   bool reject_nonfinite;  // FLASHQ_CHECK=1 on the CPU
 };
 
+// The keys that an append brings, and what they followed: k (tokens, kv_heads, head_dim), cut by cu_seqlens.
+struct PageOffsetsParams {
+  const void* k;
+  int64_t k_stride[2];  // token, head
+  Dtype dtype;
+  int64_t tokens, batch, kv_heads, head_dim;
+  IndexView cu_seqlens;         // (batch + 1)
+  IndexView seqlens, kv_start;  // (batch); lengths with the append
+  const uint8_t* k_codes;       // as Tbq4View
+  const uint16_t* k_norms;
+  int64_t num_pages, page_size;
+  IndexView block_table;
+  int64_t max_pages;
+  KvView exact;         // keys only, in k's dtype; exact.k null: none
+  uint16_t* k_offsets;  // written
+  int64_t k_offsets_stride[2];
+};
+
 // A tensor of rows with up to kMaxLeading leading dimensions of any stride and a contiguous last one.
 inline constexpr int kMaxLeading = 8;
 struct RowsView {

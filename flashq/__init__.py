@@ -13,6 +13,7 @@ libraries = _load.load(__version__)
 
 # From here on the ops are registered.
 from flashq import _register, reference, tbq4  # noqa: E402, F401
+from flashq.caches import CacheFullError, PagedKVCache, TBQ4Cache  # noqa: E402
 from flashq.ops import (  # noqa: E402
     decode,
     kv_append_,
@@ -22,11 +23,15 @@ from flashq.ops import (  # noqa: E402
     tbq4_append_,
     tbq4_attention,
     tbq4_dequantize,
+    tbq4_page_offsets_,
     tbq4_quantize,
     tbq4_rotate,
 )
 
 __all__ = [
+    "CacheFullError",
+    "PagedKVCache",
+    "TBQ4Cache",
     "__version__",
     "decode",
     "kv_append_",
@@ -39,6 +44,7 @@ __all__ = [
     "tbq4_append_",
     "tbq4_attention",
     "tbq4_dequantize",
+    "tbq4_page_offsets_",
     "tbq4_quantize",
     "tbq4_rotate",
 ]

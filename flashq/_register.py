@@ -24,6 +24,7 @@ OPS = (
     "tbq4_dequantize",
     "tbq4_rotate",
     "tbq4_append_",
+    "tbq4_page_offsets_",
     "tbq4_attention",
     "merge_states",
 )
@@ -110,7 +111,7 @@ def _fake_tbq4_attention(
 
 
 def _fake_in_place(*tensors: Tensor | None) -> None:
-    """kv_append_ and tbq4_append_ write into their arguments and return nothing."""
+    """kv_append_, tbq4_append_ and tbq4_page_offsets_ write into their arguments and return nothing."""
 
 
 def _fake_tbq4_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,6 +152,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "tbq4_dequantize": _fake_tbq4_dequantize,
     "tbq4_rotate": _fake_tbq4_rotate,
     "tbq4_append_": _fake_in_place,
+    "tbq4_page_offsets_": _fake_in_place,
     "tbq4_attention": _fake_tbq4_attention,
     "merge_states": _fake_merge_states,
 }

@@ -24,6 +24,7 @@ __all__ = [
     "tbq4_append_",
     "tbq4_attention",
     "tbq4_dequantize",
+    "tbq4_page_offsets_",
     "tbq4_quantize",
     "tbq4_rotate",
 ]
@@ -245,6 +246,43 @@ def tbq4_append_(
             before the page's first token and hand the same to `tbq4_attention`.
     """
     torch.ops.flashq.tbq4_append_(k, v, k_codes, k_norms, v_codes, v_norms, slots, k_offsets)
+
+
+def tbq4_page_offsets_(
+    k: Tensor,
+    k_codes: Tensor,
+    k_norms: Tensor,
+    k_offsets: Tensor,
+    seqlens: Tensor,
+    block_table: Tensor,
+    cu_seqlens: Tensor,
+    kv_start: Tensor | None = None,
+    exact_k: Tensor | None = None,
+    exact_block_table: Tensor | None = None,
+) -> None:
+    """Fix the key offsets of the pages that an append opens, in place; to be called before its `tbq4_append_`.
+
+    A page is opened by the append that brings its first key from kv_start on. Its offset is the mean of its own keys if
+    this append fills it, or if there is no key before it; else the mean of the last min(64, available) keys before it:
+    of this append, exact where the pool holds them, else decoded; those whose page the table has no longer (an entry
+    outside [0, P)) do not count. Elements that are NaN or Inf do not count either. fp32 sums in the order of positions,
+    rounded to fp16 and clamped to its range: the same bits on every device.
+
+    Args:
+        k: (T, Hkv, D), the keys of the append; fp16, bf16 or fp32; D 64, 128 or 256.
+        k_codes: uint8 (P, Hkv, N, D / 2), contiguous; the earlier keys.
+        k_norms: fp16 (P, Hkv, N, D / block), contiguous.
+        k_offsets: fp16 (P, Hkv, D); written where a page is opened, read where earlier keys are decoded.
+        seqlens: (B), the lengths with this append.
+        block_table: (B, max_pages).
+        cu_seqlens: (B + 1), where every sequence's keys start in k.
+        kv_start: (B), keys before it do not count (left padding).
+        exact_k: (Pe, Ne, Hkv, D) in k's dtype, earlier keys as they were.
+        exact_block_table: (B, W), as in `tbq4_attention`; together with exact_k.
+    """
+    torch.ops.flashq.tbq4_page_offsets_(
+        k, k_codes, k_norms, k_offsets, seqlens, block_table, cu_seqlens, kv_start, exact_k, exact_block_table
+    )
 
 
 def tbq4_attention(

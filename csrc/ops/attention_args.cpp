@@ -144,14 +144,14 @@ int64_t view_cu_seqlens(const Op& op, const Call& call, const char* argument, co
   return batch;
 }
 
-void check_lengths(const Op& op, const AttentionParams& params, int64_t capacity) {
-  for (int64_t b = 0; b < params.query.batch; ++b) {
-    const int64_t length = params.seqlens(b);
+void check_lengths(const Op& op, int64_t batch, const IndexView& seqlens, const IndexView& kv_start, int64_t capacity) {
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t length = seqlens(b);
     if (length < 0 || length > capacity)
       op.refuse("seqlens[" + std::to_string(b) + "]", "a length from 0 to the capacity of " + std::to_string(capacity),
                 std::to_string(length));
-    if (!params.kv_start.given()) continue;
-    const int64_t start = params.kv_start(b);
+    if (!kv_start.given()) continue;
+    const int64_t start = kv_start(b);
     if (start < 0 || start > length)
       op.refuse("kv_start[" + std::to_string(b) + "]", "a value from 0 to the length " + std::to_string(length),
                 std::to_string(start));

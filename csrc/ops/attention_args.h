@@ -48,7 +48,7 @@ void fill_cache_params(const Op& op, const Call& call, const CacheArgs& args, in
                                       const Tensor& q, int64_t tokens, IndexView& view);
 
 // The values of index tensors, read on the CPU only: on CUDA kernels clamp them instead (no host synchronisation).
-void check_lengths(const Op& op, const AttentionParams& params, int64_t capacity);
+void check_lengths(const Op& op, int64_t batch, const IndexView& seqlens, const IndexView& kv_start, int64_t capacity);
 // The mask of a sequence of a cache op.
 [[nodiscard]] Mask mask_of(const AttentionParams& params, int64_t sequence);
 void check_page(const Op& op, int64_t sequence, int64_t entry, int64_t page, int64_t num_pages);

@@ -58,7 +58,7 @@ Results decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, co
   const int64_t capacity = view_block_table(op, block_table, q, params.query.batch, "k_cache", pages, page_size,
                                             kv.block_table, kv.max_pages);
   if (call.on_cpu()) {
-    check_lengths(op, params, capacity);
+    check_lengths(op, params.query.batch, params.seqlens, params.kv_start, capacity);
     check_pages(op, params);
   }
   Results results = make_outputs(op, call, q, out_dtype, params.query);

@@ -36,6 +36,11 @@ void kv_append_(const Tensor& k, const Tensor& v, const Tensor& k_cache, const T
 void tbq4_append_(const Tensor& k, const Tensor& v, const Tensor& k_codes, const Tensor& k_norms, const Tensor& v_codes,
                   const Tensor& v_norms, const Tensor& slots, const OptionalTensor& k_offsets);
 
+void tbq4_page_offsets_(const Tensor& k, const Tensor& k_codes, const Tensor& k_norms, const Tensor& k_offsets,
+                        const Tensor& seqlens, const Tensor& block_table, const Tensor& cu_seqlens,
+                        const OptionalTensor& kv_start, const OptionalTensor& exact_k,
+                        const OptionalTensor& exact_block_table);
+
 Results tbq4_quantize(const Tensor& x);  // codes, norms
 Tensor tbq4_dequantize(const Tensor& codes, const Tensor& norms, OptionalDtype dtype);
 Tensor tbq4_rotate(const Tensor& x, bool inverse);

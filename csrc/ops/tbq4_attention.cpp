@@ -115,7 +115,7 @@ Results tbq4_attention(const Tensor& q, const Tensor& k_codes, const Tensor& k_n
   const int64_t capacity = view_block_table(op, block_table, q, batch, "k_codes", planes.pages, planes.page_size,
                                             kv.block_table, kv.max_pages);
   if (call.on_cpu()) {
-    check_lengths(op, params, capacity);
+    check_lengths(op, params.query.batch, params.seqlens, params.kv_start, capacity);
     check_pages(op, params);
   }
   Results results = make_outputs(op, call, q, out_dtype, params.query);
