@@ -51,6 +51,13 @@ def samples(op: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         ],
         "kv_append_": [((new, new, cache.k, cache.v, slots), {})],
         "tbq4_append_": [((new, new, *planes[:4], slots), {}), ((new, new, *planes[:4], slots, offsets), {})],
+        "tbq4_page_offsets_": [
+            ((new, *planes[:2], offsets, lengths, table, torch.tensor([0, 1, 3])), {}),
+            (
+                (new, *planes[:2], offsets, lengths, table, torch.tensor([0, 1, 3]), start, cache.k, table),
+                {},
+            ),
+        ],
         "tbq4_quantize": [((q,), {}), ((q.half().transpose(0, 1),), {})],
         "tbq4_dequantize": [
             (reference.tbq4_quantize(q), {}),

@@ -186,6 +186,23 @@ def check_tbq4_append(device: str) -> Iterator[Comparison]:
             yield _different(ours, wanted)
 
 
+def check_tbq4_page_offsets(device: str) -> Iterator[Comparison]:
+    for head_dim in tbq4.HEAD_DIMS:
+        random = _random(head_dim)
+        keys, new = random(48, 2, head_dim) + 5, random(40, 2, head_dim) + 5
+        planes, offsets = _planes(6, 2, 16, head_dim), torch.zeros(6, 2, head_dim, dtype=torch.float16)
+        eager("tbq4_append_", keys, keys, *planes, torch.arange(48))
+        lengths, table = torch.tensor([38, 35]), torch.tensor([[2, 5, 0], [1, 3, 4]])  # 35 and 5 of them are new
+        pool, pool_table = random(3, 16, 2, head_dim), torch.tensor([[-1, -1, -1], [-1, 1, 0]])
+        more = (lengths, table, torch.tensor([0, 35, 40]), torch.tensor([3, 0]), pool, pool_table)
+        expected = offsets.clone()
+        eager("tbq4_page_offsets_", new, *planes[:2], expected, *more)
+        ours = offsets.to(device, copy=True)
+        moved = (x.to(device) for x in (new, *planes[:2]))
+        flashq.tbq4_page_offsets_(*moved, ours, *(x.to(device) for x in more))
+        yield _different(ours, expected)
+
+
 def check_tbq4_attention(device: str) -> Iterator[Comparison]:
     page_size, pages = 16, 9
     for head_dim in tbq4.HEAD_DIMS:
@@ -233,6 +250,7 @@ CASES: dict[str, Case] = {
     "tbq4_dequantize": check_tbq4_dequantize,
     "tbq4_rotate": check_tbq4_rotate,
     "tbq4_append_": check_tbq4_append,
+    "tbq4_page_offsets_": check_tbq4_page_offsets,
     "tbq4_attention": check_tbq4_attention,
     "merge_states": check_merge_states,
 }

@@ -55,6 +55,17 @@ def good(op: str) -> Arguments:
     if op == "tbq4_append_":
         offsets = {"k_offsets": torch.zeros(P, HKV, D, dtype=torch.float16)}
         return {"k": cache[0], "v": cache[1]} | plane_arguments() | {"slots": torch.arange(N)} | offsets
+    if op == "tbq4_page_offsets_":
+        planes, index = plane_arguments(), index_arguments()
+        offsets = {"k_offsets": torch.zeros(P, HKV, D, dtype=torch.float16)}
+        exact = {"exact_k": cache, "exact_block_table": torch.tensor([[0, 1], [2, 0]])}
+        lengths = {
+            "seqlens": index["seqlens"],
+            "block_table": index["block_table"],
+            "cu_seqlens": torch.tensor([0, 5, N]),
+        }
+        keys = {"k": cache[0].clone(), "k_codes": planes["k_codes"], "k_norms": planes["k_norms"]}
+        return keys | offsets | lengths | {"kv_start": index["kv_start"]} | exact
     if op == "merge_states":
         return {"outs": torch.randn(3, B, S, HQ, D), "lses": torch.randn(3, B, HQ, S)}
     if op == "tbq4_dequantize":
@@ -140,8 +151,14 @@ def test_last_stride(op: str, name: str) -> None:
 
 
 @pytest.mark.contract(2)
-@pytest.mark.parametrize("op", ["tbq4_attention", "tbq4_append_"])
-@pytest.mark.parametrize("name", ["k_codes", "k_norms", "v_codes", "v_norms"])
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        (op, n)
+        for op, n in TENSORS
+        if op in ("tbq4_attention", "tbq4_append_", "tbq4_page_offsets_") and n[1:] in ("_codes", "_norms")
+    ],
+)
 def test_planes_are_contiguous(op: str, name: str) -> None:
     spread = good(op)[name].repeat_interleave(2, dim=0)[::2]
     refused(op, name, "contiguous", re.escape(f"strides {tuple(spread.stride())}"), **{name: spread})
@@ -160,6 +177,7 @@ def test_sizes(op: str, name: str) -> None:
             (name in ("x", "codes") and dim < tensor.dim() - 1)
             or ("table" in name and dim == 1)
             or (name in ("cu_seqlens_q", "cu_seqlens_k"))
+            or (op == "tbq4_page_offsets_" and name == "exact_k" and dim < 2)
             or (op in ("prefill_varlen",) and name in ("q",) and dim == 0)
             or (name in ("q", "outs") or (name in ("k", "x") and dim < tensor.dim() - 1))
         )
@@ -185,6 +203,7 @@ def test_head_dim_of_tbq4(head_dim: int) -> None:
             codes=torch.zeros(3, head_dim // 2, dtype=torch.uint8))  # fmt: skip
     refused("tbq4_append_", "k", "64, 128 or 256", f"head_dim {head_dim}",
             k=torch.zeros(N, HKV, head_dim), v=torch.zeros(N, HKV, head_dim))  # fmt: skip
+    refused("tbq4_page_offsets_", "k", "64, 128 or 256", f"head_dim {head_dim}", k=torch.zeros(N, HKV, head_dim))
     q = torch.zeros(B, S, HQ, head_dim)
     refused("tbq4_attention", "q", "(64, 128 or 256|from 8 to 256)", f"head_dim {head_dim}", q=q)
 
@@ -255,6 +274,12 @@ INDEX_VALUES: list[tuple[str, str, list, str, str]] = [
     ("tbq4_attention", "seqlens", [L, 2 * N + 1], "capacity of 16", "17"),
     ("tbq4_attention", "kv_start", [L + 1, 0], f"length {L}", str(L + 1)),
     ("tbq4_attention", "block_table", [[2147480000, 1], [0, 0]], "page from 0 to 2", "2147480000"),
+    ("tbq4_page_offsets_", "seqlens", [L, 2 * N + 1], "capacity of 16", "17"),
+    ("tbq4_page_offsets_", "seqlens", [4, N], "at least the 5 keys of this append", "4"),
+    ("tbq4_page_offsets_", "kv_start", [0, N + 1], f"length {N}", str(N + 1)),
+    ("tbq4_page_offsets_", "block_table", [[0, 3], [2, 0]], "page from 0 to 2", "3"),
+    ("tbq4_page_offsets_", "cu_seqlens", [0, 5, N + 1], "to 8", "9"),
+    ("tbq4_page_offsets_", "cu_seqlens", [0, 5, 4], "from 5", "4"),
     ("kv_append_", "slots", [0, 1, 2, 3, 4, 5, 6, P * N], "below the cache's 24", "24"),
     ("tbq4_append_", "slots", [0, 1, 2, 3, 4, 5, 6, P * N], "below the cache's 24", "24"),
     ("prefill_varlen", "cu_seqlens_q", [1, S, B * S], "0", "1"),
@@ -294,6 +319,8 @@ def test_packed_queries_and_their_starts() -> None:
 def test_exact_tokens_need_the_whole_pool() -> None:
     for name in ("exact_k", "exact_v", "exact_block_table"):
         refused("tbq4_attention", name, "together", "None", **{name: None})
+    for name in ("exact_k", "exact_block_table"):
+        refused("tbq4_page_offsets_", name, "together", "None", **{name: None})
     nothing = {"exact_k": None, "exact_v": None, "exact_block_table": None}
     refused("tbq4_attention", "exact_k", "all three", "None", **nothing)
     flashq.tbq4_attention(**(good("tbq4_attention") | nothing | {"exact_first": 0, "exact_last": 0}))
