@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks import compare, cpu, gpu, gpu_probes, probes, report, small_ops
+from benchmarks import compare, cpu, gpu, gpu_ceilings, gpu_probes, probes, report, small_ops
 from benchmarks.environment import describe_environment, describe_gpu
 from benchmarks.measure import Case, Result, measure
 from flashq.cli import machine
@@ -137,10 +137,10 @@ def run_gpu(cases: list[Case[Any]], options: argparse.Namespace, console: Consol
     gpu_probes.library()
     seconds = options.seconds or (0.05 if options.quick else 1.0)
     with torch.inference_mode():
-        ceilings = gpu_probes.Ceilings(*(1 << 26, 1024) if options.quick else ())
+        ceilings = gpu_ceilings.Ceilings(*(1 << 26, 1024) if options.quick else ())
         environment = {
             **describe_environment(),
-            **gpu_probes.under_load(ceilings, describe_gpu),
+            **gpu_ceilings.under_load(ceilings, describe_gpu),
             **ceilings.rates(),
             "mode": "cool" if options.cool else "hot",
             "pause": COOL_PAUSE if options.cool else 0.0,

@@ -1,29 +1,15 @@
-"""Fair timing on a GPU: contenders in CUDA graphs that take turns, over inputs that the L2 cannot hold."""
+"""Rows that are measured on a GPU."""
 
 from __future__ import annotations
 
-import itertools
-import math
-import statistics
-import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
-import torch
-
-from benchmarks import gpu_probes
-from benchmarks.gpu_probes import Ceilings
+from benchmarks.gpu_ceilings import Ceilings
+from benchmarks.gpu_graphs import capture, input_sets, time_alone, time_host, time_in_turns
 from benchmarks.measure import Case, Result, summarize
 from flashq.cli.timing import Call
-
-L2_TIMES = 4  # a rotation of inputs is larger than so many L2 caches
-GRAPH_SECONDS = 1e-3  # shorter replays hold more calls: an event has a resolution of 0.5 us
-MIN_ROUNDS, MAX_ROUNDS = 15, 301
-WINDOW = 5  # rounds in the queue at once: the GPU never waits for the host
-WARM_SECONDS = 0.05
-HOST_BATCH = 100  # calls; a queue of launches holds about a thousand
 
 
 @dataclass
@@ -37,129 +23,8 @@ class GpuSetup:
     footprint: float
     """Bytes of one input set and its outputs."""
     ceiling: Literal["read", "copy", "matmul"] | None = None
-
-
-class Graph(NamedTuple):
-    """A captured run of calls."""
-
-    graph: torch.cuda.CUDAGraph
-    calls: int
-
-
-def rotation(footprint: float, l2_bytes: int) -> int:
-    """How many input sets are larger than L2_TIMES L2 caches together; 1 where there is nothing to rotate."""
-    return 1 if footprint <= 0 else math.floor(L2_TIMES * l2_bytes / footprint) + 1
-
-
-def input_sets(footprint: float) -> int:
-    """`rotation` on the current GPU."""
-    return rotation(footprint, torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
-
-
-def _elapsed(run: Call) -> float:
-    """Seconds of one run, with the host out of the way."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    gpu_probes.spin(1e-4)
-    start.record()
-    run()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) * 1e-3
-
-
-def _capture(calls: Sequence[Call], repeats: int = 1) -> Graph:
-    graph = torch.cuda.CUDAGraph()
-    # The outputs of one rotation stay alive, so that calls do not write to the same few bytes of the L2.
-    outputs: deque[object] = deque(maxlen=len(calls))
-    with torch.cuda.graph(graph):
-        for call in itertools.chain.from_iterable(itertools.repeat(calls, repeats)):
-            outputs.append(call())
-    return Graph(graph, len(calls) * repeats)
-
-
-def capture(calls: Sequence[Call], least_seconds: float = GRAPH_SECONDS) -> Graph:
-    """One graph of all calls, so often that a replay takes `least_seconds`.
-
-    The first call runs once before: it loads kernels, creates handles, chooses algorithms.
-    """
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = _capture(calls)
-    graph.graph.replay()
-    repeats = math.ceil(least_seconds / max(_elapsed(graph.graph.replay), 1e-6))
-    return graph if repeats == 1 else _capture(calls, repeats)
-
-
-def time_in_turns(graphs: Mapping[str, Graph], seconds: float, pause: float = 0.0) -> dict[str, list[float]]:
-    """Replay the graphs in turns, for about `seconds` and at least MIN_ROUNDS rounds.
-
-    Args:
-        graphs: contender -> graph.
-        pause: seconds that the GPU idles before every replay; 0: none at all, the replays stand back to back.
-
-    Returns:
-        name -> seconds a call, one entry a round.
-    """
-    taken: dict[str, list[float]] = {name: [] for name in graphs}
-    warm = time.perf_counter() + WARM_SECONDS
-    while time.perf_counter() < warm:
-        for graph in graphs.values():
-            graph.graph.replay()
-        torch.cuda.synchronize()
-    rounds, end = 0, time.perf_counter() + seconds
-    while rounds < MIN_ROUNDS or (rounds < MAX_ROUNDS and time.perf_counter() < end):
-        marks = []
-        for _ in range(WINDOW):
-            for name, graph in graphs.items():
-                if pause > 0:
-                    torch.cuda.synchronize()
-                    time.sleep(pause)
-                if pause > 0 or not marks:
-                    gpu_probes.spin(1e-4)  # the first replay is queued before its clock starts
-                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                graph.graph.replay()
-                stop.record()
-                marks.append((name, start, stop))
-        torch.cuda.synchronize()
-        for name, start, stop in marks:
-            taken[name].append(start.elapsed_time(stop) * 1e-3 / graphs[name].calls)
-        rounds += WINDOW
-    return taken
-
-
-def time_alone(call: Call, rounds: int = MIN_ROUNDS) -> float:
-    """Seconds of a graph of one call when nothing runs beside it and the L2 holds other data: what one step waits.
-
-    An empty kernel takes a few microseconds here: the start of a graph, between two events.
-    """
-    graph = _capture([call])
-    l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    other = torch.empty(L2_TIMES * l2_bytes, device="cuda", dtype=torch.uint8).random_()
-    sink = torch.empty(16, device="cuda", dtype=torch.uint8)
-    marks = []
-    for _ in range(rounds):
-        gpu_probes.read(other, sink)  # and while it runs, the host queues the rest
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.graph.replay()
-        stop.record()
-        marks.append((start, stop))
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(stop) for start, stop in marks) * 1e-3
-
-
-def time_host(call: Call, rounds: int = MIN_ROUNDS) -> float:
-    """Seconds that a call keeps the host while the GPU's queue has room."""
-    taken = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(HOST_BATCH):
-            call()
-        taken.append((time.perf_counter() - start) / HOST_BATCH)
-    torch.cuda.synchronize()
-    return statistics.median(taken)
+    on_host: bool = True
+    """Whether the time that a call keeps the host is of interest."""
 
 
 def measure(case: Case[GpuSetup], seconds: float, ceilings: Ceilings, pause: float = 0.0) -> Result:
@@ -176,5 +41,6 @@ def measure(case: Case[GpuSetup], seconds: float, ceilings: Ceilings, pause: flo
     result = summarize(case, setup.work, taken, rates)
     own = next(iter(sets[0]))
     result.alone = time_alone(sets[0][own])
-    result.host = {name: time_host(call) for name, call in sets[0].items()}
+    if setup.on_host:
+        result.host = {name: time_host(call) for name, call in sets[0].items()}
     return result

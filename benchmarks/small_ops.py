@@ -10,7 +10,8 @@ from torch import Tensor
 
 import flashq
 from benchmarks import gpu_probes
-from benchmarks.gpu import GpuSetup, input_sets
+from benchmarks.gpu import GpuSetup
+from benchmarks.gpu_graphs import input_sets
 from benchmarks.measure import Case
 from flashq import tbq4
 from flashq.cli.timing import Call
@@ -44,7 +45,7 @@ def _setup(own: Callable[[int], Mapping[str, Call]], work: float) -> GpuSetup:
 
 def overhead_cases() -> Iterator[Case[GpuSetup]]:
     """What remains of any row when the kernel has nothing to do."""
-    setup = GpuSetup(lambda index: {"empty": gpu_probes.launch_empty}, 1.0, 0.0)
+    setup = GpuSetup(lambda index: {"empty": gpu_probes.launch_empty}, 1.0, 0.0, on_host=False)
     yield Case("overhead", "empty kernel", "launches/s", lambda: setup)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import gpu, gpu_probes, report, small_ops
+from benchmarks import gpu_ceilings, gpu_graphs, gpu_probes, report, small_ops
 from benchmarks.__main__ import main, measure_all
 from benchmarks.environment import SMI_FIELDS, parse_smi
 from benchmarks.measure import Case, Result, summarize
@@ -32,13 +32,13 @@ ENVIRONMENT = {
 @pytest.mark.parametrize("footprint", [1.0, 3e5, 2.1e7, 2e8, 2.5e8, 1e9])
 def test_a_rotation_is_larger_than_four_caches_and_no_longer_than_needed(footprint: float) -> None:
     l2_bytes = 50 << 20
-    sets = gpu.rotation(footprint, l2_bytes)
+    sets = gpu_graphs.rotation(footprint, l2_bytes)
     assert sets * footprint > 4 * l2_bytes
     assert sets == 1 or (sets - 1) * footprint <= 4 * l2_bytes
 
 
 def test_a_call_without_memory_needs_no_rotation() -> None:
-    assert gpu.rotation(0.0, 50 << 20) == 1
+    assert gpu_graphs.rotation(0.0, 50 << 20) == 1
 
 
 def test_summary_of_a_row() -> None:
@@ -133,7 +133,7 @@ def test_missing_nvcc_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.cuda
 def test_ceilings_are_plausible() -> None:
-    rates = gpu_probes.Ceilings(stream_bytes=1 << 28, matmul_size=2048).rates()
+    rates = gpu_ceilings.Ceilings(stream_bytes=1 << 28, matmul_size=2048).rates()
     assert 1e11 < rates["copy_rate"] < 1e14
     assert 1e11 < rates["read_rate"] < 1e14
     assert 1e12 < rates["matmul_rate"] < 1e17
@@ -142,12 +142,12 @@ def test_ceilings_are_plausible() -> None:
 @pytest.mark.cuda
 def test_a_graph_rotates_its_inputs_and_is_timed_by_call() -> None:
     sets = [torch.zeros(1 << 20, device="cuda") for _ in range(3)]
-    graph = gpu.capture([lambda x=x: x.add_(1) for x in sets], least_seconds=1e-3)
+    graph = gpu_graphs.capture([lambda x=x: x.add_(1) for x in sets], least_seconds=1e-3)
     assert graph.calls % 3 == 0
     before = [x[0].item() for x in sets]
-    taken = gpu.time_in_turns({"add": graph}, seconds=0.01)["add"]
+    taken = gpu_graphs.time_in_turns({"add": graph}, seconds=0.01)["add"]
     after = [x[0].item() for x in sets]
-    assert len(taken) >= gpu.MIN_ROUNDS
+    assert len(taken) >= gpu_graphs.MIN_ROUNDS
     assert all(1e-7 < value < 1e-3 for value in taken)
     assert after[0] > before[0]
     assert len({y - x for x, y in zip(before, after, strict=True)}) == 1
@@ -168,7 +168,8 @@ def test_quick_run(mode: list[str], tmp_path: Path, capsys: pytest.CaptureFixtur
     assert set(rows["merge_states"]["ratios"]) == {"eager", small_ops.COPY}
     assert rows["merge_states"]["ceiling"] > 0
     for row in rows.values():
-        assert all(spread["rounds"] >= gpu.MIN_ROUNDS for spread in row["seconds"].values())
+        assert all(spread["rounds"] >= gpu_graphs.MIN_ROUNDS for spread in row["seconds"].values())
         assert 0 < row["alone"] < 1
         assert all(0 < value < math.inf for value in row["host"].values())
+        assert list(row["host"]) == ([] if row["name"] == "empty kernel" else list(row["seconds"]))
     assert "host" in capsys.readouterr().out

@@ -89,6 +89,37 @@ def merge() -> Iterator[Call]:
     yield (torch.empty(0, 5, 3, 128), torch.empty(0, 3, 5)), {}
 
 
+def _attention_inputs() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """q (B, Sq, Hq, D), k and v (B, Sk, Hkv, D), on a GPU 16-bit only."""
+    for dtype, head_dim, q_len in product(DTYPES[1:], (8, 64, 128, 256), (1, 70)):
+        q, k = _random(2, q_len, 6, head_dim, dtype=dtype), _strided(2, 131, 2, head_dim, dtype=dtype)
+        yield q, k, _random(2, 131, 2, head_dim, dtype=dtype)
+
+
+def prefill() -> Iterator[Call]:
+    sinks = _random(6, dtype=torch.float32)
+    for q, k, v in _attention_inputs():
+        yield (q, k, v), {"causal": True}
+        yield (q, k, v, sinks), {"window_left": 40, "window_right": 9, "softcap": 20.0}
+        yield (q, k[:, :0], v[:, :0]), {}
+
+
+def prefill_varlen() -> Iterator[Call]:
+    for q, k, v in _attention_inputs():
+        q, k, v = (x[0] for x in (q, k, v))
+        queries = torch.tensor([0, 0, len(q) // 2, len(q)], dtype=torch.int32)
+        yield (q, k, v, queries, torch.tensor([0, 50, 50, 131])), {"causal": True}
+
+
+def decode() -> Iterator[Call]:
+    """A sequence of all its pages but one token, and a short one."""
+    for (q, k, v), page_size, chunk in product(_attention_inputs(), (1, 16, 50), (0, 256)):
+        pages = 131 // page_size
+        caches = [x[:, : pages * page_size].reshape(2 * pages, page_size, *x.shape[2:]) for x in (k, v)]
+        table = torch.arange(2 * pages, dtype=torch.int32).flip(0).view(2, pages)
+        yield (q, *caches, torch.tensor([pages * page_size - 1, 3]), table), {"kv_chunk": chunk}
+
+
 CALLS: dict[str, Callable[[], Iterator[Call]]] = {
     "tbq4_quantize": quantize,
     "tbq4_dequantize": dequantize,
@@ -96,6 +127,9 @@ CALLS: dict[str, Callable[[], Iterator[Call]]] = {
     "kv_append_": kv_append,
     "tbq4_append_": tbq4_append,
     "merge_states": merge,
+    "prefill": prefill,
+    "prefill_varlen": prefill_varlen,
+    "decode": decode,
 }
 # What the CPU refuses and a GPU, which cannot tell without waiting, has to survive.
 OUT_OF_RANGE: dict[str, Callable[[], Iterator[Call]]] = {
