@@ -83,6 +83,15 @@ def test_planted_bugs_compile(tmp_path: Path) -> None:
     subprocess.run([*command, "-o", str(tmp_path / "control")], check=True)
 
 
+def test_every_op_of_the_cuda_backend_is_called() -> None:
+    table = (runner.ROOT / "csrc/cuda/backend.cu").read_text()
+    entries = set(re.findall(r"^ +\.(\w+) = (?!nullptr)\w+,$", table, re.M))
+    entries = {entry for entry in entries if not entry.endswith("scratch_bytes")} - {"abi", "describe"}
+    # prefill_varlen has no entry of its own.
+    assert entries == {op.rstrip("_") for op in calls.CALLS} - {"prefill_varlen"}
+    assert "prefill_varlen" in calls.CALLS
+
+
 @pytest.mark.parametrize("op", calls.CALLS)
 def test_calls_are_valid(op: str) -> None:
     with torch.inference_mode():
