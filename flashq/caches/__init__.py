@@ -2,7 +2,8 @@
 
 from flashq.caches.base import PagedCache
 from flashq.caches.caches import PagedKVCache, TBQ4Cache
+from flashq.caches.files import CacheFileError
 from flashq.caches.pages import CacheFullError
 from flashq.caches.step import Step
 
-__all__ = ["CacheFullError", "PagedCache", "PagedKVCache", "Step", "TBQ4Cache"]
+__all__ = ["CacheFileError", "CacheFullError", "PagedCache", "PagedKVCache", "Step", "TBQ4Cache"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flashq.caches import files
 from flashq.caches.pages import CacheFullError, Journal, PageTable, Sequence, all_or_nothing
 from flashq.caches.step import Chunk, Step
 
@@ -159,8 +161,13 @@ class PagedCache:
                 f"flashq.{type(self).__name__}.{method}: max_sequences: expected fewer than {self.max_sequences} "
                 f"sequences, got {len(self._sequences)}"
             )
+        return self._admit(Sequence(self._free_rows[-1], kv_start=kv_start))
+
+    def _admit(self, sequence: Sequence) -> int:
+        """A handle for a sequence in the row that is free next."""
         handle, self._next_handle = self._next_handle, self._next_handle + 1
-        self._sequences[handle] = Sequence(self._free_rows.pop(), kv_start=kv_start)
+        self._free_rows.pop()
+        self._sequences[handle] = sequence
         return handle
 
     def fork(self, sequence: int) -> int:
@@ -206,6 +213,49 @@ class PagedCache:
             table.truncate(state, 0)
         del self._sequences[sequence]
         self._free_rows.append(state.row)
+
+    def select(self, sequences: SequenceOf[int], indices: SequenceOf[int]) -> list[int]:
+        """What beam search asks for: the sequences at these indices. The others are freed, a repeated one is forked."""
+        for sequence in sequences:
+            self._find("select", sequence)
+        if len(set(sequences)) != len(sequences) or not all(0 <= i < len(sequences) for i in indices):
+            self._refuse("select", "indices", f"0 to {len(sequences) - 1}, of sequences that differ", list(indices))
+        if len(indices) - len(sequences) > len(self._free_rows):
+            raise CacheFullError(
+                f"flashq.{type(self).__name__}.select: max_sequences: expected at most {self.max_sequences}, got "
+                f"{len(self._sequences) + len(indices) - len(sequences)}"
+            )
+        for i in set(range(len(sequences))) - set(indices):
+            self.free(sequences[i])
+        first = {i: at for at, i in reversed(list(enumerate(indices)))}
+        return [sequences[i] if first[i] == at else self.fork(sequences[i]) for at, i in enumerate(indices)]
+
+    def save(self, path: str | os.PathLike[str], sequences: SequenceOf[int] | None = None) -> None:
+        """Write sequences (None: all) to a safetensors file, with a header and a checksum; pages that they share once.
+
+        Raises:
+            ImportError: the package safetensors is not installed.
+        """
+        files.save(self, path, self.sequences if sequences is None else sequences)
+
+    def load(self, path: str | os.PathLike[str]) -> list[int]:
+        """Add the sequences of a file of `save`; returns them in the order in which they were saved.
+
+        The cache has to be of the same kind and layout; its capacities may differ.
+
+        Raises:
+            CacheFileError: the file is damaged, or of another kind, version, layout or code table.
+            CacheFullError: not enough room; nothing changed.
+            ImportError: the package safetensors is not installed.
+        """
+        return files.load(self, path)
+
+    def _layout(self) -> dict[str, Any]:
+        """All that the bytes of a page depend on."""
+        return {
+            "num_layers": self.num_layers, "kv_heads": self.kv_heads, "head_dim": self.head_dim,
+            "page_size": self.page_size, "window_left": self.window_left, "dtype": str(self.dtype),
+        }  # fmt: skip
 
     def _find(self, method: str, sequence: int) -> Sequence:
         if sequence not in self._sequences:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashq.caches.base import PagedCache
 from flashq.caches.step import Chunk
-from flashq.tbq4 import HEAD_DIMS, block_width
+from flashq.tbq4 import FINGERPRINT, HEAD_DIMS, block_width
 
 EXACT_PAGE_SIZE = 16
 
@@ -111,6 +111,12 @@ class TBQ4Cache(PagedCache):
             shape = (num_layers, exact_pages, EXACT_PAGE_SIZE, kv_heads, head_dim)
             self._planes.append({x: self._zeros(*shape, dtype=self.dtype) for x in ("exact_k", "exact_v")})
         self._allocate()
+
+    def _layout(self) -> dict[str, Any]:
+        return super()._layout() | {
+            "fingerprint": FINGERPRINT, "block": block_width(self.head_dim), "page_offsets": self.page_offsets,
+            "exact_first": self.exact_first, "exact_last": self.exact_last, "exact_page_size": EXACT_PAGE_SIZE,
+        }  # fmt: skip
 
     def _of_layer(self, layer: int) -> tuple[int, dict[str, Tensor]]:
         """The layer's table, and its planes (pages, ...)."""

@@ -191,6 +191,19 @@ class PageTable:
             self._drop(sequence.row, index, [])
         self.trimmed[sequence.row] = min(self.trimmed[sequence.row], keep)
 
+    def adopt(self, sequences: list[Sequence], named: np.ndarray, trimmed: list[int], journal: Journal) -> np.ndarray:
+        """Take pages for new sequences whose tables name (sequences, pages) of them by number, -1 none; those pages."""
+        pages = np.array([self._take(journal) for _ in range(named.max(initial=-1) + 1)], dtype=np.int64)
+        for sequence, names, begin in zip(sequences, named.tolist(), trimmed, strict=True):
+            self._set_trimmed(sequence.row, begin, journal)
+            for index, name in enumerate(names):
+                if name >= 0:
+                    self._put(sequence.row, index, int(pages[name]), journal)
+        for page, users in zip(pages.tolist(), np.bincount(named[named >= 0], minlength=len(pages)), strict=True):
+            journal.append((self.pool.users.__setitem__, (page, 1)))
+            self.pool.users[page] = int(users)
+        return pages
+
     def held(self, sequence: Sequence) -> np.ndarray:
         """The pages of a sequence, in order."""
         row = self.pages[sequence.row, : -(-sequence.length // self.page_size)]
