@@ -150,8 +150,8 @@ def run(op: str, call: Call) -> None:
     """One call on the GPU; its outputs and the tensors it may write come back."""
     arguments, options = call
     moved = [to_gpu(argument) for argument in arguments]
-    outputs = getattr(torch.ops.flashq, op)(*moved, **options) or ()
-    for tensor in [*((outputs,) if isinstance(outputs, Tensor) else outputs), *moved]:
+    outputs = getattr(torch.ops.flashq, op)(*moved, **options)
+    for tensor in [*(outputs if isinstance(outputs, tuple) else (outputs,)), *moved]:
         if isinstance(tensor, Tensor) and tensor.is_contiguous():
             tensor.cpu()
 
