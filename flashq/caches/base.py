@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashq.caches import files
+from flashq.caches import files, grow
 from flashq.caches.pages import CacheFullError, Journal, PageTable, Sequence, all_or_nothing
 from flashq.caches.step import Chunk, Step
 
@@ -66,6 +66,7 @@ class PagedCache:
         if len(windows) != num_layers or min(windows) < -1:
             self._refuse("", "window_left", f"-1 or more, one for all or one for each of {num_layers} layers", windows)
         self.num_layers, self.kv_heads, self.head_dim = num_layers, kv_heads, head_dim
+        self.num_pages = num_pages
         self.page_size, self.max_sequences, self.slack, self.max_chunk = page_size, max_sequences, slack, max_chunk
         self.max_length = num_pages * page_size if max_length is None else max_length
         self.dtype, self.device = dtype, torch.empty(0, device=device).device
@@ -120,6 +121,17 @@ class PagedCache:
         self._block_tables = [self._zeros(*table.pages.shape, dtype=torch.int32) for table in self._tables]
         self._slots = [self._zeros(rows * STABLE_TOKENS, dtype=torch.int64) for _ in self._tables]
 
+    def reserve(
+        self, *, num_pages: int | None = None, max_sequences: int | None = None, max_length: int | None = None
+    ) -> None:
+        """Make the cache larger, with all that it holds. Tensors are new: graphs and steps made before it have ended.
+
+        Args:
+            num_pages, max_sequences, max_length: as in the constructor, with max_length at least all pages; None, or
+                less than there is: as it was. Pools of windows and of exact tokens get what so many sequences need.
+        """
+        grow.reserve(self, num_pages or 0, max_sequences or 0, max_length or 0)
+
     # --- sequences ----------------------------------------------------------------------------------------------------
 
     @property
@@ -154,6 +166,13 @@ class PagedCache:
         if kv_start < 0:
             self._refuse("alloc", "kv_start", "at least 0", kv_start)
         return self._new("alloc", kv_start)
+
+    def pad(self, sequence: int, kv_start: int) -> None:
+        """Set `kv_start` of a sequence that consists of padding so far. Raises ValueError where it does not."""
+        state = self._find("pad", sequence)
+        if state.length > min(state.kv_start, kv_start):
+            self._refuse("pad", "kv_start", f"at least {state.length}, of tokens that are all padding", kv_start)
+        state.kv_start = kv_start
 
     def _new(self, method: str, kv_start: int) -> int:
         if not self._free_rows:

@@ -50,6 +50,12 @@ class PagePool:
     def in_use(self) -> int:
         return len(self.users) - len(self.free)
 
+    def resize(self, num_pages: int) -> None:
+        """Add free pages, which are taken when the others are in use."""
+        old = len(self.users)
+        self.users += [0] * (num_pages - old)
+        self.free[:0] = range(num_pages - 1, old - 1, -1)
+
     def take(self, journal: Journal) -> int | None:
         """A free page with one user, or None."""
         if not self.free:
@@ -112,6 +118,14 @@ class PageTable:
         self.pool = PagePool(num_pages)
         self.pages = np.full((rows, width), -1, dtype=np.int32)
         self.trimmed = [0] * rows
+
+    def resize(self, num_pages: int, rows: int, width: int) -> None:
+        """Room for more pages, sequences and pages a sequence; what is held stays."""
+        self.pool.resize(num_pages)
+        pages = np.full((rows, width), -1, dtype=np.int32)
+        pages[: self.pages.shape[0], : self.pages.shape[1]] = self.pages
+        self.trimmed += [0] * (rows - len(self.trimmed))
+        self.pages = pages
 
     def _put(self, row: int, index: int, page: int, journal: Journal) -> None:
         journal.append((self.pages.__setitem__, ((row, index), int(self.pages[row, index]))))
