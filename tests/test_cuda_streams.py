@@ -98,7 +98,8 @@ def test_a_graph_replays_with_other_inputs(op: str) -> None:
 @pytest.mark.contract(12, 13)
 @pytest.mark.parametrize("op", INPUTS)
 def test_two_graphs_replay_at_the_same_time(op: str) -> None:
-    graphs = [capture(op, INPUTS[op](seed, "cuda")) for seed in (1, 2)]
+    inputs = [INPUTS[op](seed, "cuda") for seed in (1, 2)]
+    graphs = [capture(op, each) for each in inputs]
     streams = [torch.cuda.Stream() for _ in graphs]
     torch.cuda.synchronize()
     for stream in streams:

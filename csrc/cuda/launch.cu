@@ -35,17 +35,6 @@ struct Slot {
   Status finding_problem;
 };
 
-// Null: no such device.
-Slot* slot_of(int32_t device) {
-  static std::vector<Slot> slots = [] {
-    int count = 0;
-    if (cudaGetDeviceCount(&count)) count = 0;
-    return std::vector<Slot>(static_cast<size_t>(count));
-  }();
-  const auto index = static_cast<size_t>(device);
-  return device >= 0 && index < slots.size() ? &slots[index] : nullptr;
-}
-
 Status query(int32_t device, Device& description) {
   Overrides overrides;
   Status status = parse_overrides(std::getenv("FLASHQ_CUDA_ARCH"), std::getenv("FLASHQ_CUDA_SMEM"), overrides);
@@ -53,13 +42,26 @@ Status query(int32_t device, Device& description) {
   int major = 0, minor = 0, shared_bytes = 0;
   cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (!error) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  if (!error) error = cudaDeviceGetAttribute(&description.sm_count, cudaDevAttrMultiProcessorCount, device);
   if (!error) error = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error) return failure("a usable GPU", error);
   description.arch = overrides.arch ? overrides.arch : major * 10 + minor;
   description.shared_bytes = shared_bytes;
   if (overrides.shared_bytes) description.shared_bytes = min_of(description.shared_bytes, overrides.shared_bytes);
   return check_capability(major, minor);
+}
+
+// The slot of a device, described; null: there is no such device.
+Slot* find_slot(int32_t device) {
+  static std::vector<Slot> slots = [] {
+    int count = 0;
+    if (cudaGetDeviceCount(&count)) count = 0;
+    return std::vector<Slot>(static_cast<size_t>(count));
+  }();
+  const auto index = static_cast<size_t>(device);
+  if (device < 0 || index >= slots.size()) return nullptr;
+  Slot& slot = slots[index];
+  std::call_once(slot.described, [&] { slot.problem = query(device, slot.device); });
+  return &slot;
 }
 
 // Pinned memory that kernels of the device can write. A capture on another thread would forbid the allocation, which
@@ -130,18 +132,16 @@ Status parse_overrides(const char* arch, const char* shared_bytes, Overrides& ov
 }
 
 Status describe_device(int32_t device, Device& description) {
-  Slot* slot = slot_of(device);
+  const Slot* slot = find_slot(device);
   if (!slot) return failure("a usable GPU", cudaErrorInvalidDevice);
-  std::call_once(slot->described, [&] { slot->problem = query(device, slot->device); });
   description = slot->device;
   return slot->problem;
 }
 
 Status enter(const Launch& launch, Device& device) {
   if (const cudaError_t error = cudaSetDevice(launch.device)) return failure("a usable GPU", error);
-  if (Status status = describe_device(launch.device, device); !status.ok()) return status;
-  if (!launch.check) return {};
-  return take_finding(*slot_of(launch.device), launch);
+  if (const Status status = describe_device(launch.device, device); !status.ok()) return status;
+  return launch.check ? take_finding(*find_slot(launch.device), launch) : Status{};
 }
 
 Status enter(const Launch& launch) {
@@ -149,7 +149,7 @@ Status enter(const Launch& launch) {
   return enter(launch, device);
 }
 
-Finding* finding_of(const Launch& launch) { return launch.check ? slot_of(launch.device)->finding : nullptr; }
+Finding* finding_of(const Launch& launch) { return launch.check ? find_slot(launch.device)->finding : nullptr; }
 
 Status launch_status() {
   const cudaError_t error = cudaGetLastError();

@@ -66,31 +66,37 @@ void expect_given(const Op& op, std::initializer_list<NamedTensor> tensors) {
     if (!tensor.defined()) op.refuse(name, "a tensor", "None");
 }
 
+// Checks come before messages: the text of a message costs more than all checks of a call.
 void expect_shape(const Op& op, const char* argument, const Tensor& t, Shape shape) {
   bool fits = t.dim() == static_cast<int64_t>(shape.size());
-  std::string expected = "(";
   int64_t i = 0;
   for (const Dim& dim : shape) {
     if (fits && dim.size != kAny && t.size(i) != dim.size) fits = false;
-    expected += (i++ ? ", " : "") + std::string(dim.name);
+    ++i;
+  }
+  if (fits) return;
+  std::string expected;
+  for (const Dim& dim : shape) {
+    expected += (expected.empty() ? "(" : ", ") + std::string(dim.name);
     if (dim.size != kAny) expected += " = " + std::to_string(dim.size);
   }
-  if (!fits) op.refuse(argument, "shape " + expected + (shape.size() == 1 ? ",)" : ")"), "shape " + shape_of(t));
+  op.refuse(argument, "shape " + expected + (shape.size() == 1 ? ",)" : ")"), "shape " + shape_of(t));
 }
 
 void expect_same_device(const Op& op, const char* argument, const Tensor& t, const char* other_name,
                         const Tensor& other) {
-  if (device_of(t) != device_of(other))
+  if (t.device() != other.device())
     op.refuse(argument, "a tensor on " + device_of(other) + ", where " + other_name + " is", device_of(t));
 }
 
 void expect_dtype(const Op& op, const char* argument, const Tensor& t, std::initializer_list<ScalarType> allowed) {
+  const ScalarType got = t.scalar_type();
+  for (const ScalarType& dtype : allowed)
+    if (got == dtype) return;
   std::string expected;
-  for (const ScalarType& dtype : allowed) {
-    if (t.scalar_type() == dtype) return;
+  for (const ScalarType& dtype : allowed)
     expected += (expected.empty() ? "" : &dtype + 1 == allowed.end() ? " or " : ", ") + to_text(dtype);
-  }
-  op.refuse(argument, expected, to_text(t.scalar_type()));
+  op.refuse(argument, expected, to_text(got));
 }
 
 void expect_same_dtype(const Op& op, const char* argument, const Tensor& t, const char* other_name,

@@ -1,7 +1,6 @@
 // From an op to the backend of its device: the function table, the threads or the stream, memory.
 #pragma once
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/device.h>
 
 #include "backend.h"
 #include "ops/checks.h"
@@ -45,7 +44,6 @@ class Call {
 
   Op op_;
   const Backend* backend_;
-  torch::stable::Device device_;
   bool on_cpu_;
   Launch launch_;
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;
