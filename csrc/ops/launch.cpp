@@ -73,7 +73,8 @@ Call::Call(const Op& op, const Tensor& leader) : op_(op), backend_(backend_of(op
   launch_.check = check_mode();
 }
 
-// By the shim's own function: through torch's dispatcher, as torch::stable::empty goes, a tensor takes about 2 us longer.
+// By the shim's own function: through torch's dispatcher, as torch::stable::empty goes, a tensor takes about 2 us
+// longer.
 Tensor Call::empty(torch::headeronly::IntHeaderOnlyArrayRef size, ScalarType dtype) const {
   std::array<int64_t, kMaxLeading + 1> stride;
   int64_t elements = 1;
