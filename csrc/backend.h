@@ -42,7 +42,7 @@ struct Backend {
 
   const char* (*describe)();  // one line for `python -m flashq info`: arches, or ISA levels
 };
-inline constexpr int32_t kBackendAbi = 2;
+inline constexpr int32_t kBackendAbi = 3;
 
 [[nodiscard]] const Backend& cpu_backend();
 
