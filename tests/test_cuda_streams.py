@@ -47,11 +47,21 @@ def tbq4_append_inputs(seed: int, device: str) -> Inputs:
     return inputs | {"k_offsets": randn(8, 4, 128, dtype=torch.float16, seed=seed).to(device)}
 
 
+def page_offsets_inputs(seed: int, device: str) -> Inputs:
+    """Two sequences that open pages, the second with its first keys."""
+    codes, norms = (x.to(device) for x in torch.ops.flashq.tbq4_quantize(randn(16, 4, 16, 128, seed=seed)))
+    inputs = {"k": randn(64, 4, 128, dtype=torch.float16, seed=seed), "seqlens": torch.tensor([70 + seed, 40])}
+    inputs |= {"k_offsets": randn(16, 4, 128, dtype=torch.float16, seed=seed), "cu_seqlens": torch.tensor([0, 24, 64])}
+    inputs["block_table"] = torch.randperm(16, generator=torch.Generator().manual_seed(seed)).view(2, 8)
+    return {"k_codes": codes, "k_norms": norms} | {name: x.to(device) for name, x in inputs.items()}
+
+
 INPUTS: dict[str, Callable[[int, str], Inputs]] = {
     "kv_append_": append_inputs,
     "merge_states": merge_inputs,
     "tbq4_append_": tbq4_append_inputs,
     "tbq4_dequantize": code_inputs,
+    "tbq4_page_offsets_": page_offsets_inputs,
     "tbq4_quantize": codec_inputs,
     "tbq4_rotate": codec_inputs,
 }
@@ -203,11 +213,27 @@ def large_tbq4_append() -> Large:
     return large, small, lambda results: tuple(x[-1:] for x in results)
 
 
+def large_page_offsets() -> Large:
+    """The last page is opened, the one before it decoded."""
+    pages = 2 * ROWS // 16 + 1
+    codes, norms = torch.ops.flashq.tbq4_quantize(randn(2, 8, 16, 128).cuda())
+    k, offsets = randn(1, 8, 128, dtype=torch.float16).cuda(), randn(2, 8, 128, dtype=torch.float16).cuda()
+    index = {"seqlens": torch.tensor([17], device="cuda"), "cu_seqlens": torch.tensor([0, 1], device="cuda")}
+    table = torch.tensor([[0, 1]], device="cuda")
+    small = {"k": k, "k_codes": codes, "k_norms": norms, "k_offsets": offsets, "block_table": table} | index
+    large = small | {"block_table": table + pages - 2}
+    for name in ("k_codes", "k_norms", "k_offsets"):
+        large[name] = torch.zeros(pages, *small[name].shape[1:], dtype=small[name].dtype, device="cuda")
+        large[name][-2:] = small[name]
+    return large, small, lambda results: (results[0][-1:],)
+
+
 LARGE: dict[str, Callable[[], Large]] = {
     "kv_append_": large_append,
     "merge_states": large_merge,
     "tbq4_append_": large_tbq4_append,
     "tbq4_dequantize": large_codes,
+    "tbq4_page_offsets_": large_page_offsets,
     "tbq4_quantize": large_codec,
     "tbq4_rotate": large_codec,
 }

@@ -14,7 +14,7 @@ README = (ROOT / "README.md").read_text()
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=["functions", "ops"])
+@pytest.mark.parametrize("example", EXAMPLES, ids=["functions", "ops", "caches"])
 def test_example_runs(example: str, tmp_path: Path) -> None:
     assert len([line for line in example.splitlines() if line.strip()]) <= 16
     path = tmp_path / "example.py"

@@ -29,7 +29,7 @@ constexpr Backend kBackend{
     .tbq4_attention = nullptr,
     .kv_append = kv_append,
     .tbq4_append = tbq4_append,
-    .tbq4_page_offsets = nullptr,
+    .tbq4_page_offsets = tbq4_page_offsets,
     .tbq4_quantize = tbq4_quantize,
     .tbq4_dequantize = tbq4_dequantize,
     .tbq4_rotate = tbq4_rotate,

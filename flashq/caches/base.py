@@ -315,8 +315,8 @@ class PagedCache:
                 )
         copies: list[list[tuple[int, int]]] = [[] for _ in self._tables]
         with all_or_nothing() as journal:
-            self._trim([self._sequences[h] for h in self._stale if h in self._sequences], journal)
-            self._trim(states, journal)
+            rest = set(self._stale).intersection(self._sequences).difference(handles)
+            self._trim(states + [self._sequences[handle] for handle in rest], journal)
             for state, count in zip(states, counts, strict=True):
                 for table, pairs in zip(self._tables, copies, strict=True):
                     if count:
@@ -339,14 +339,16 @@ class PagedCache:
         return Step(self, counts, chunks, appends=True)
 
     def lookup(self, sequences: int | SequenceOf[int], counts: int | SequenceOf[int] = 1) -> Step:
-        """A step that only attends: queries that stand at the last `counts` tokens of each sequence."""
+        """A step that only attends: queries that stand at the last `counts` tokens of each sequence.
+
+        It has tensors of its own, so it can be used beside the latest step of `extend`; until the next one.
+        """
         _, states, counts = self._batch("lookup", sequences, counts)
         for window, table in zip(self._kinds, self._tables, strict=False):
             for state, count in zip(states, counts, strict=True):
                 if window != -1 and max(state.kv_start, state.length - count - window) < table.held_from(state):
                     self._refuse("lookup", "counts", f"queries whose window {window} is still held", count)
-        chunk = self._upload(states, counts, 0, sum(counts) <= len(self._slots[0]), appends=False)
-        self._generation += 1
+        chunk = self._upload(states, counts, 0, stable=False, appends=False)
         return Step(self, counts, [chunk], appends=False)
 
     def _trim(self, states: list[Sequence], journal: Journal) -> None:

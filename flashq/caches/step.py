@@ -34,7 +34,7 @@ class Chunk:
 class Step:
     """What `extend` and `lookup` return: the tokens of some sequences that come next, packed in the order asked for.
 
-    Call `attend` (or `append`) once a layer, before the next `extend` or `lookup` of the cache. A step of one chunk and
+    Call `attend` (or `append`) once a layer, before the next `extend` of the cache. A step of one chunk and
     up to 16 tokens a sequence uses the same tensors as every such step of as many sequences and tokens, so its layers
     can be captured in a CUDA graph: `extend` writes the next step's values into them, outside of the graph.
     """

@@ -144,3 +144,43 @@ def test_threads_and_empty_sizes() -> None:
     flashq.tbq4_page_offsets_(call[0][:0], *empty, call[3], call[4][:0], call[5][:0], torch.tensor([0]))
     with pytest.raises(RuntimeError, match="k_codes: expected pages of at least one token"):
         flashq.tbq4_page_offsets_(call[0], *empty, call[3], call[4], call[5], call[6])
+
+
+def on_gpu(call: list) -> list:
+    """The same strides on the GPU."""
+    return [lay_out(x.cuda(), "padded" if x.dim() > 2 and x.is_floating_point() and not x.is_contiguous() else "")
+            if isinstance(x, Tensor) else x for x in call]  # fmt: skip
+
+
+@pytest.mark.cuda
+@pytest.mark.contract(2, 3, 12, 17)
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize("page_size", [1, 16, 48, 64, 256])
+def test_bits_of_the_reference_on_cuda(page_size: int, pool: bool) -> None:
+    for seed in range(18):
+        head_dim, dtype = tbq4.HEAD_DIMS[seed % 3], DTYPES[seed // 3 % 3]
+        call = make_call(page_size, head_dim, dtype, seed, pool=pool, padding=seed % 4 == 1)
+        if seed % 2:
+            call = [x.contiguous() if isinstance(x, Tensor) else x for x in call]
+        expected = call[3].clone()
+        reference.tbq4_page_offsets_(*call[:3], expected, *call[4:])
+        moved = on_gpu(call)
+        flashq.tbq4_page_offsets_(*moved)
+        assert torch.equal(moved[3].cpu(), expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.contract(9)
+def test_values_out_of_range_are_memory_safe_on_cuda() -> None:
+    """Clamped or skipped; no byte outside of the opened pages is written."""
+    call = on_gpu(make_call(16, 128, torch.float16, 4, pool=True, padding=False))
+    for i, values in ((4, [10**6, -3, 50]), (6, [0, -5, 3, 10**7]), (7, [-1, 10**6, 9]), (5, None), (9, None)):
+        wild = list(call)
+        wild[3] = call[3].clone()
+        garbage = torch.tensor(values, device="cuda") if values else torch.full_like(call[i], 2147480000)
+        wild[i] = garbage
+        flashq.tbq4_page_offsets_(*wild)
+        torch.cuda.synchronize()
+        owned = set(call[5].flatten().tolist()) if i != 5 else set()
+        others = [page for page in range(PAGES) if page not in owned]
+        assert torch.equal(wild[3][others], call[3][others])

@@ -80,6 +80,19 @@ def tbq4_append(beyond: int = 0) -> Iterator[Call]:
         yield (k, v, *planes, _slots(5, 16 * page_size - 1 + beyond, torch.int64), k_offsets), {}
 
 
+def page_offsets(beyond: int = 0) -> Iterator[Call]:
+    """Two sequences; the pages of the first are partly gone from the table. `beyond` is added to lengths and pages."""
+    for dtype, head_dim, page_size, pool in product(DTYPES, (64, 128, 256), (1, 16, 40), (False, True)):
+        k = (_strided if pool else _random)(45, 3, head_dim, dtype=dtype)
+        codes, norms = flashq.tbq4_quantize(_random(200, 3, page_size, head_dim, dtype=dtype))
+        offsets = _random(200, 3, head_dim, dtype=torch.float16)
+        lengths = torch.tensor([81 + beyond, 41])
+        table = torch.arange(200).view(2, 100) + beyond
+        table[0, 1] = -1
+        more = (None, _random(4, 16, 3, head_dim, dtype=dtype), torch.arange(8).view(2, 4)) if pool else ()
+        yield (k, codes, norms, offsets, lengths, table, torch.tensor([0, 4, 45]), *more), {}
+
+
 def merge() -> Iterator[Call]:
     for dtype, partials, head_dim in product(DTYPES, (1, 2, 9), (1, 72, 128)):
         lses = _random(partials, 3, 5, dtype=torch.float32)
@@ -126,6 +139,7 @@ CALLS: dict[str, Callable[[], Iterator[Call]]] = {
     "tbq4_rotate": rotate,
     "kv_append_": kv_append,
     "tbq4_append_": tbq4_append,
+    "tbq4_page_offsets_": page_offsets,
     "merge_states": merge,
     "prefill": prefill,
     "prefill_varlen": prefill_varlen,
@@ -135,6 +149,7 @@ CALLS: dict[str, Callable[[], Iterator[Call]]] = {
 OUT_OF_RANGE: dict[str, Callable[[], Iterator[Call]]] = {
     "kv_append_": lambda: kv_append(beyond=2),
     "tbq4_append_": lambda: tbq4_append(beyond=2),
+    "tbq4_page_offsets_": lambda: page_offsets(beyond=10**6),
 }
 
 
