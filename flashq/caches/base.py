@@ -206,7 +206,7 @@ class PagedCache:
 
         Raises:
             ValueError: a length that the sequence does not have, or one at which a window would reach back to pages
-                that were released already: more than `slack` tokens were taken back.
+                that were released already: more than `slack` tokens were taken back since it was longest.
         """
         state = self._find("truncate", sequence)
         if not 0 <= length <= state.length:

@@ -45,7 +45,7 @@ def test_the_same_calls_write_the_same_bytes(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["16bit", "tbq4"])
 def test_a_captured_step_serves_the_next_ones(kind: str) -> None:
-    """Pages are taken outside of the graph; sequences change, fork and open pages between replays."""
+    """Pages are taken, and shared ones copied, outside of the graph; other sequences come between replays."""
     plain, captured = (make(kind, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     for cache in (plain, captured):
         for count in (30, 15, 50):
@@ -65,6 +65,8 @@ def test_a_captured_step_serves_the_next_ones(kind: str) -> None:
     graph.replay()
     for i in range(1, 40):
         batch = [i % 3, (i + 1) % 3]
+        if i == 15:
+            plain.fork(2), captured.fork(2)
         for x, new in zip(buffers, random_inputs(captured, 2, i), strict=True):
             x.copy_(new)
         step = plain.extend(batch)

@@ -26,7 +26,9 @@ def soak(kind: str, steps: int, checks: int) -> None:
             both.fork(rng.choice(sequences))
         elif chance < 0.2:
             sequence = rng.choice(sequences)
-            both.truncate(sequence, max(0, cache.length(sequence) - rng.randrange(17)))
+            length = max(0, cache.length(sequence) - rng.randrange(17))
+            if both.model.can_truncate(sequence, length):  # twice in a row, it may be more than the slack
+                both.truncate(sequence, length)
         elif chance < 0.25:
             both.free(rng.choice(sequences))
         batch = rng.sample(cache.sequences, rng.randint(1, len(cache.sequences)))
