@@ -1,0 +1,1 @@
+"""flashq inside other libraries, each of which is needed only by the module of its name."""
