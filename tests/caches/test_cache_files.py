@@ -57,7 +57,7 @@ def test_round_trip(kind: str, tmp_path: Path) -> None:
     assert {name: used - 1 for name, (used, _) in other.pages_in_use.items()} == in_use  # shared pages stay shared
     assert all(map(torch.equal, next_outputs(other, loaded), next_outputs(both.cache, saved)))
     for cache, sequence in ((other, loaded[0]), (both.cache, saved[0])):
-        with pytest.raises(ValueError, match="truncate: length: expected at least .* released"):
+        with pytest.raises(ValueError, match=r"truncate: length: expected at least .* released"):
             cache.truncate(sequence, 100)
     other.truncate(loaded[0], 180)
     both.cache.truncate(saved[0], 180)
