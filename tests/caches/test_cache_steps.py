@@ -191,7 +191,7 @@ def test_the_exact_pool_is_bounded() -> None:
 
 
 def test_windows_release_their_pages() -> None:
-    cache = make("tbq4", window_left=[-1, 40, 70], num_pages=100, max_length=1600, max_sequences=1)
+    cache = make("tbq4", window_left=[-1, 40, 70], num_pages=100, max_length=1600, max_sequences=2)
     a = cache.alloc()
     for _ in range(30):
         cache.extend(a, 50)
@@ -199,8 +199,9 @@ def test_windows_release_their_pages() -> None:
         assert in_use["pages of window 40"][0] <= -(-(40 + 16 + 50) // 16) + 1
         assert in_use["pages of window 70"][0] <= -(-(70 + 16 + 50) // 16) + 1
     assert in_use["pages"][0] == -(-1500 // 16)
-    with pytest.raises(ValueError, match=r"truncate: length: expected at least 1480, .* released"):
-        cache.truncate(a, 1300)
+    for sequence in (a, cache.fork(a)):
+        with pytest.raises(ValueError, match=r"truncate: length: expected at least 1480, .* released"):
+            cache.truncate(sequence, 1300)
     cache.truncate(a, 1484)
     with pytest.raises(ValueError, match="lookup: counts: expected queries whose window 40 is still held, got 60"):
         cache.lookup(a, 60)
