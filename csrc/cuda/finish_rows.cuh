@@ -1,6 +1,7 @@
 // From accumulators to out and lse: sinks, rows that see nothing, rows that see one key.
 #pragma once
 #include "cuda/kv_rows.cuh"
+#include "cuda/kv_splits.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/row_block.cuh"
 #include "cuda/softmax_step.cuh"
@@ -19,6 +20,13 @@ __device__ __forceinline__ FinishedRow finish_row(SoftmaxState<Binary> state, fl
   if (sink != -kInf) weight = merge(state, SoftmaxState<Binary>{sink * kLog2E, 1}).a;
   return {state.lse(), weight / state.sum, false};  // of nothing but -inf scores: -inf, and 0 / 0
 }
+// `all_found`: all visible keys were there.
+__device__ __forceinline__ FinishedRow finish_row(const Attention16Params& p, const RowBlock& block, RowPlace place,
+                                                  SoftmaxState<Binary> state, bool all_found) {
+  const int64_t head = block.kv_head * block.group + place.head;
+  const float sink = p.score.sinks && !block.sequence.padding ? p.score.sinks[head * p.score.sinks_stride] : -kInf;
+  return finish_row(state, sink, !block.visible(place).empty() && (all_found || !state.empty()));
+}
 
 // Writes the rows of one warp. `tile` is the block's query tile: the warp's own rows of it are free now, and turn the
 // fragments into whole rows.
@@ -26,25 +34,41 @@ template <class T, int kDim, int kM> __device__ __forceinline__ void finish_rows
     const Attention16Params& p, const RowBlock& block, const RowPlace* places, int warp_row, const RowStates<kM>& state,
     float (&acc)[kM][kDim / 8][4], unsigned char* tile, bool all_found) {
   const QueryView& q = p.query;
-  const float* sinks = block.sequence.padding ? nullptr : p.score.sinks;
   const int lane = static_cast<int>(threadIdx.x) % 32, column = lane % 4 * 2;
+
+  // Four lanes share 2 kM rows: each finishes one of them. Straight code that runs once costs more than its
+  // instructions, because it has to be fetched.
+  constexpr int kOwn = 2 * kM;
+  const int own = lane % kOwn, own_row = warp_row + 8 * own + lane / 4;
+  SoftmaxState<Binary> total;
 #pragma unroll
-  for (int m = 0; m < kM; ++m)
+  for (int i = 0; i < kOwn; ++i) {
+    const float sum = reduce_row_sum(state.sum[i / 2][i % 2]);
+    if (own == i) total = {state.max[i / 2][i % 2], sum};
+  }
+  const RowPlace place = places[own_row];
+  const FinishedRow done = finish_row(p, block, place, total, all_found);
+  if (own_row < block.rows && lane % 4 < kOwn)
+    q.lse[block.offset(place, q.lse_stride[0], q.lse_stride[2], q.lse_stride[1])] = done.lse;
+  const auto of_row = [&](auto x, int i) { return __shfl_sync(~0u, x, lane / 4 * 4 + i); };
+  if (__any_sync(~0u, done.zero)) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = warp_row + 16 * m + 8 * r + lane / 4;
-      const RowPlace place = places[row];
-      const SoftmaxState<Binary> total{state.max[m][r], reduce_row_sum(state.sum[m][r])};
-      const float sink = sinks ? sinks[(block.kv_head * block.group + place.head) * p.score.sinks_stride] : -kInf;
-      const bool sees = !block.visible(place).empty() && (all_found || !total.empty());
-      const FinishedRow done = finish_row(total, sink, sees);
-      if (row < block.rows && lane % 4 == 0)
-        q.lse[block.offset(place, q.lse_stride[0], q.lse_stride[2], q.lse_stride[1])] = done.lse;
+    for (int i = 0; i < kOwn; ++i) {
+      const bool zero = of_row(static_cast<int>(done.zero), i) != 0;
 #pragma unroll
       for (int a = 0; a < kDim / 8; ++a)
 #pragma unroll
-        for (int j = 2 * r; j < 2 * r + 2; ++j) acc[m][a][j] = done.zero ? 0 : acc[m][a][j] * done.scale;
+        for (int j = i % 2 * 2; j < i % 2 * 2 + 2; ++j) acc[i / 2][a][j] = zero ? 0 : acc[i / 2][a][j];
     }
+  }
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const float scale = of_row(done.scale, i);
+#pragma unroll
+    for (int a = 0; a < kDim / 8; ++a)
+#pragma unroll
+      for (int j = i % 2 * 2; j < i % 2 * 2 + 2; ++j) acc[i / 2][a][j] *= scale;
+  }
   if (q.out_dtype == Dtype::kFloat32) {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
@@ -70,15 +94,33 @@ template <class T, int kDim, int kM> __device__ __forceinline__ void finish_rows
         store(row + ((a ^ lane / 4) << 4), ptx::pack<T>(acc[m][a][2 * r], acc[m][a][2 * r + 1]));
     }
   __syncwarp();
-  constexpr int kChunks = SharedTile<kDim>::kChunks, kStep = 32 / kChunks;
-  const int chunk = lane % kChunks;
-  if (chunk * 8 >= q.head_dim) return;
-#pragma unroll 4
-  for (int row = warp_row + lane / kChunks; row < min_of(warp_row + 16 * kM, block.rows); row += kStep) {
-    const int64_t at = block.offset(places[row], q.out_stride[0], q.out_stride[1], q.out_stride[2]);
-    store(static_cast<uint16_t*>(q.out) + at + chunk * 8,
-          load<Vector<uint32_t, 4>>(tile + SharedTile<kDim>::offset(row, chunk)));
-  }
+  const int64_t own_offset =
+      block.offset(places[warp_row + lane % (16 * kM)], q.out_stride[0], q.out_stride[1], q.out_stride[2]);
+  copy_warp_rows<kDim, 16 * kM>(own_offset, [&](int row, int chunk, int64_t at) {
+    if (warp_row + row < block.rows && chunk * 8 < q.head_dim)
+      store(static_cast<uint16_t*>(q.out) + at,
+            load<Vector<uint32_t, 4>>(tile + SharedTile<kDim>::offset(warp_row + row, chunk)));
+  });
+}
+
+// Leaves the rows of one warp as a partial result.
+template <int kDim, int kM> __device__ __forceinline__ void store_partial(const Partial& to, int warp_row,
+                                                                          const RowStates<kM>& state,
+                                                                          const float (&acc)[kM][kDim / 8][4],
+                                                                          bool all_found) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  if (threadIdx.x == 0) *to.all_found = all_found;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = warp_row + 16 * m + 8 * r + lane / 4;
+      const float sum = reduce_row_sum(state.sum[m][r]);
+      if (lane % 4 == 0) to.state[row] = {state.max[m][r], sum};
+      float* out = to.out + row * kDim + lane % 4 * 2;
+#pragma unroll
+      for (int a = 0; a < kDim / 8; ++a) store(out + 8 * a, Vector<float, 2>{acc[m][a][2 * r], acc[m][a][2 * r + 1]});
+    }
 }
 
 // Rows of one warp that see one key, and no sink, get its value as it is: sums would lose the sign of a -0.

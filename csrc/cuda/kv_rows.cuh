@@ -33,26 +33,29 @@ template <int kDim, int kTileK, int kThreads> struct DenseRows {
     const KeySlot first = slot_of(kv, block.sequence, block.first_key);
     state.k = static_cast<const char*>(kv.k) + 2 * offset_of(first, kv.k_stride, block.kv_head);
     state.v = static_cast<const char*>(kv.v) + 2 * offset_of(first, kv.v_stride, block.kv_head);
-    state.begin = static_cast<int>(block.seen.begin - block.first_key);
-    state.end = static_cast<int>(block.seen.end - block.first_key - int64_t{block.tiles - 1} * kTileK);
+    state.begin = range_in_tile(block.seen, block.first_key, kTileK).begin;
+    state.end = range_in_tile(block.seen, block.first_key + int64_t{block.tiles - 1} * kTileK, kTileK).end;
   }
   // Starts the copy of a tile of keys or values.
   __device__ __forceinline__ static void load(uint32_t to, int tile, int tiles, bool values, const State& state,
                                               const Attention16Params& p) {
     const int64_t stride = 2 * (values ? p.kv.v_stride : p.kv.k_stride)[1];
     const char* from = (values ? state.v : state.k) + tile * (kTileK * stride);
-    copy_rows<kDim, kTileK, kThreads>(to, from, stride, CopyLane<kDim, kThreads>().chunk * 8 < p.query.head_dim,
+    copy_rows<kDim, kTileK, kThreads>(to, from, stride,
+                                      CopyLane<kDim, kThreads>(static_cast<int>(threadIdx.x)).chunk * 8 <
+                                          p.query.head_dim,
                                       tile == 0 ? state.begin : 0, tile == tiles - 1 ? state.end : kTileK);
   }
 };
 
 // Keys anywhere, looked up one by one ahead of their copies: pages of any size, unaligned rows.
 template <int kDim, int kTileK, int kThreads> struct ScatteredRows {
-  static_assert(kTileK == 64 && kTileK <= kThreads);
+  static_assert(kTileK % 32 == 0 && kTileK <= kThreads);
+  static constexpr int kWords = kTileK / 32;
   struct State {
     int64_t k[2][kTileK], v[2][kTileK];  // elements from the base to the keys of two tiles; -1: not there
-    uint32_t found[3][2];                // bit i: key i is there, or not visible; of the tile in use, too
-    uint32_t missing[2];                 // complements of `found`, of all tiles
+    uint32_t found[3][kWords];           // bit i: key i is there, or not visible; of the tile in use, too
+    uint32_t missing[kWords];            // complements of `found`, of all tiles
     bool narrow;                         // no 16-byte loads
   };
 
@@ -60,7 +63,7 @@ template <int kDim, int kTileK, int kThreads> struct ScatteredRows {
   __device__ __forceinline__ static void find(State& state, int tile, const Attention16Params& p,
                                               const RowBlock& block) {
     const KvView& kv = p.kv;
-    const int i = static_cast<int>(threadIdx.x);
+    const int i = thread_again();
     if (i >= kTileK) return;
     const int64_t key = block.first_key + int64_t{tile} * kTileK + i;
     const bool wanted = key >= block.seen.begin && key < block.seen.end;
@@ -73,12 +76,21 @@ template <int kDim, int kTileK, int kThreads> struct ScatteredRows {
     if (tile == 0) state.missing[i / 32] = 0;
     if (~found) state.missing[i / 32] |= ~found;
   }
-  __device__ __forceinline__ static uint64_t found(const State& state, int tile) {
-    return state.found[tile % 3][0] | uint64_t{state.found[tile % 3][1]} << 32;
+  __device__ __forceinline__ static bool all_found(const uint32_t (&found)[kWords]) {
+    uint32_t all = ~0u;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) all &= found[i];
+    return all == ~0u;
+  }
+  __device__ __forceinline__ static bool none_missing(const State& state) {
+    uint32_t any = 0;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) any |= state.missing[i];
+    return any == 0;
   }
   __device__ __forceinline__ static void load(uint32_t to, int tile, int, bool values, const State& state,
                                               const Attention16Params& p) {
-    const CopyLane<kDim, kThreads> lane;
+    const CopyLane<kDim, kThreads> lane(thread_again());
     const auto* base = static_cast<const char*>(values ? p.kv.v : p.kv.k);
     const int64_t* from = (values ? state.v : state.k)[tile % 2];
     const bool column = lane.chunk * 8 < p.query.head_dim;
@@ -88,11 +100,11 @@ template <int kDim, int kTileK, int kThreads> struct ScatteredRows {
     };
     if (state.narrow) {
 #pragma unroll 1
-      for (int row = lane.row; row < kTileK; row += lane.kStep) copy(row, copy_chunk_narrow);
+      for (int i = 0; i < kTileK / lane.kStep; ++i) copy(lane.row + i * lane.kStep, copy_chunk_narrow);
       return;
     }
 #pragma unroll 4
-    for (int row = lane.row; row < kTileK; row += lane.kStep) copy(row, ptx::cp_async_16);
+    for (int i = 0; i < kTileK / lane.kStep; ++i) copy(lane.row + i * lane.kStep, ptx::cp_async_16);
   }
 };
 

@@ -1,6 +1,8 @@
 // The host's side of the kernel in prefill_sm80.cuh.
+#include <type_traits>
+
 #include "cuda/prefill.h"
-#include "cuda/prefill_sm80.cuh"
+#include "cuda/prefill_sm80.h"
 
 namespace flashq::cuda {
 namespace {
@@ -12,26 +14,39 @@ bool aligned(const void* data, const int64_t (&stride)[3]) {
   return widest_vector(all) == kVectorBytes;
 }
 
+// Calls f with the smallest instance for the head dim, as an integral constant.
+template <class F> auto with_dim(int64_t head_dim, F f) {
+  if (head_dim <= 64) return f(std::integral_constant<int, 64>());
+  if (head_dim <= 128) return f(std::integral_constant<int, 128>());
+  return f(std::integral_constant<int, 256>());
+}
+
+PrefillPlan plan(const Attention16Params& p) {
+  return with_dim(p.query.head_dim, [&](auto dim) { return plan_prefill_sm80<dim()>(p); });
+}
+
 }  // namespace
 
-int64_t prefill_sm80_scratch_bytes(const Attention16Params&) { return 0; }
+int64_t prefill_sm80_scratch_bytes(const Attention16Params& p) {
+  const PrefillPlan planned = plan(p);
+  return planned.splits.bytes(planned.row_tiles * p.query.kv_heads);
+}
 
 Status prefill_sm80(const Attention16Params& p, const Device& device, const Launch& launch) {
   const QueryView& q = p.query;
-  PrefillArguments args{.p = p,
-                        .rule = ScoreRule(p.score),
-                        .row_tiles = 0,
-                        .section = 1,
-                        .ring = 0,
-                        .narrow_q = !aligned(q.q, q.q_stride),
-                        .narrow_kv = !aligned(p.kv.k, p.kv.k_stride) || !aligned(p.kv.v, p.kv.v_stride)};
+  const PrefillPlan planned = plan(p);
   constexpr int64_t kSectionBytes = 32 << 20;  // of K and V in the L2 cache
   const int64_t keys = max_of<int64_t>(min_of(kv_capacity(p.kv), kSectionBytes), 1);
-  args.section = max_of<int64_t>(kSectionBytes / (keys * q.head_dim * 4), 1);
+  const PrefillArguments args{.p = p,
+                              .rule = ScoreRule(p.score),
+                              .row_tiles = planned.row_tiles,
+                              .section = max_of<int64_t>(kSectionBytes / (keys * q.head_dim * 4), 1),
+                              .splits = planned.splits,
+                              .ring = 0,
+                              .narrow_q = !aligned(q.q, q.q_stride),
+                              .narrow_kv = !aligned(p.kv.k, p.kv.k_stride) || !aligned(p.kv.v, p.kv.v_stride)};
   const auto stream = static_cast<cudaStream_t>(launch.stream);
-  if (q.head_dim <= 64) return launch_prefill_sm80<64>(args, device, stream);
-  if (q.head_dim <= 128) return launch_prefill_sm80<128>(args, device, stream);
-  return launch_prefill_sm80<256>(args, device, stream);
+  return with_dim(q.head_dim, [&](auto dim) { return launch_prefill_sm80<dim()>(args, device, stream); });
 }
 
 }  // namespace flashq::cuda

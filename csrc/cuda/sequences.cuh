@@ -85,7 +85,7 @@ template <class Op> __device__ __forceinline__ int64_t scan_warp(int64_t x, Op o
 // are scanned 32 at a time: for up to 32 of them that is two loads, where a bisection would be five in a row.
 __device__ __forceinline__ RowTile locate_row_tile(const Attention16Params& p, int64_t tile_rows, int64_t tile) {
   const QueryView& query = p.query;
-  const int64_t group = query.q_heads / query.kv_heads;
+  const int64_t group = divide(query.q_heads, query.kv_heads).quotient;
   if (!query.cu_seqlens_q.given()) {
     const Quotient at = divide(tile, ceil_div(query.q_len * group, tile_rows));
     return {describe_sequence(p, at.quotient, {0, query.q_len}, {0, p.kv.page_size}), at.remainder * tile_rows};

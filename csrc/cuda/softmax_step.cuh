@@ -4,6 +4,7 @@
 
 #include "core/softmax_state.h"
 #include "cuda/ptx/math.cuh"
+#include "cuda/ptx/mma.cuh"
 #include "cuda/sequences.cuh"
 #include "params.h"
 
@@ -38,6 +39,23 @@ struct ScoreRule {
     if (capped) x = ptx::tanh_approx(x * shrink) * gain;
     return x * last;
   }
+  // q.k to scores, with the choices outside the loops.
+  template <int kM, int kN> __device__ __forceinline__ void apply(float (&s)[kM][kN][4]) const {
+    const auto for_each = [&](auto f) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) s[m][n][i] = f(s[m][n][i]);
+    };
+    if (plain)
+      for_each([&](float x) { return x * factor; });
+    else if (capped)
+      for_each([&](float x) { return ptx::tanh_approx(x * factor * shrink) * gain * last; });
+    else
+      for_each([&](float x) { return x * factor * last; });
+  }
 };
 
 // The running state of the rows that a lane has a part of: rows g and g + 8 of each of kM 16-row fragments. max is the
@@ -68,32 +86,35 @@ __device__ __forceinline__ float reduce_row_sum(float x) {
 // Scores of row g + 8 r of a fragment (16, 8 kN): -inf for keys outside the range, or whose bit is not set.
 template <int kN> __device__ __forceinline__ void mask_scores(float (&s)[kN][4], int r, TileRange keys) {
   const int first = static_cast<int>(threadIdx.x) % 4 * 2;
+  const auto keep = [&](auto sees) {
 #pragma unroll
-  for (int n = 0; n < kN; ++n)
+    for (int n = 0; n < kN; ++n)
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const int key = 8 * n + first + j;
-      if (key < keys.begin || key >= keys.end) s[n][2 * r + j] = -kInf;
-    }
+      for (int j = 0; j < 2; ++j)
+        if (!sees(8 * n + j)) s[n][2 * r + j] = -kInf;
+  };
+  if (__any_sync(~0u, keys.begin > 0)) keep([begin = keys.begin - first](int key) { return key >= begin; });
+  keep([end = keys.end - first](int key) { return key < end; });
 }
-template <int kN> __device__ __forceinline__ void mask_scores(float (&s)[kN][4], int r, uint64_t bits) {
-  bits >>= threadIdx.x % 4 * 2;
+template <int kN>
+__device__ __forceinline__ void mask_scores(float (&s)[kN][4], int r, const uint32_t (&bits)[kN / 4]) {
 #pragma unroll
-  for (int n = 0; n < kN; ++n)
-#pragma unroll
-    for (int j = 0; j < 2; ++j)
-      if ((bits >> (8 * n + j) & 1) == 0) s[n][2 * r + j] = -kInf;
+  for (int n = 0; n < kN; ++n) {
+    const uint32_t pair = bits[n / 4] >> (n % 4 * 8 + threadIdx.x % 4 * 2);
+    if ((pair & 1) == 0) s[n][2 * r] = -kInf;
+    if ((pair & 2) == 0) s[n][2 * r + 1] = -kInf;
+  }
 }
 
 // By how much (in base 2) a maximum may grow before the accumulators are rescaled: weights up to 2^8 lose nothing in
 // fp32 sums and fit fp16, and after the first few tiles a maximum hardly ever grows by more.
 inline constexpr float kLazyGrowth = 8;
 
-// s (16 kM rows, 8 kN keys): q.k, or with factor 1 scores, -inf where masked. Becomes the weights 2^(score - max); acc
-// (16 kM, 8 kA) and the sums shrink where the maximum has to grow.
-template <int kM, int kN, int kA>
-__device__ __forceinline__ void softmax_step(float (&s)[kM][kN][4], float factor, RowStates<kM>& state,
-                                             float (&acc)[kM][kA][4]) {
+// s (16 kM rows, 8 kN keys): q.k, or with factor 1 scores, -inf where masked. Raises the maxima where that is needed,
+// and shrinks the sums and acc (16 kM, 8 kA) by as much.
+template <int kM, int kN, int kA> __device__ __forceinline__ void raise_maxima(const float (&s)[kM][kN][4],
+                                                                               float factor, RowStates<kM>& state,
+                                                                               float (&acc)[kM][kA][4]) {
   float top[kM][2];
   bool grow = false;
 #pragma unroll
@@ -106,35 +127,37 @@ __device__ __forceinline__ void softmax_step(float (&s)[kM][kN][4], float factor
       top[m][r] = reduce_row_max(x) * factor;
       grow |= top[m][r] > state.max[m][r] + kLazyGrowth;  // the first finite score of a row is its maximum
     }
-  if (__any_sync(~0u, grow)) {
-#pragma unroll
-    for (int m = 0; m < kM; ++m)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float max = fmaxf(state.max[m][r], top[m][r]);
-        const float shrink = ptx::exp2_approx(state.max[m][r] - (max == -kInf ? 0 : max));
-        state.max[m][r] = max;
-        state.sum[m][r] *= shrink;
-#pragma unroll
-        for (int a = 0; a < kA; ++a) {
-          acc[m][a][2 * r] *= shrink;
-          acc[m][a][2 * r + 1] *= shrink;
-        }
-      }
-  }
+  if (!__any_sync(~0u, grow)) return;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float base = state.max[m][r] == -kInf ? 0 : state.max[m][r];  // -inf alone so far: 2^(-inf - 0) = 0
+      const float max = fmaxf(state.max[m][r], top[m][r]);
+      const float shrink = ptx::exp2_approx(state.max[m][r] - (max == -kInf ? 0 : max));
+      state.max[m][r] = max;
+      state.sum[m][r] *= shrink;
 #pragma unroll
-      for (int n = 0; n < kN; ++n)
-#pragma unroll
-        for (int i = 2 * r; i < 2 * r + 2; ++i) {
-          s[m][n][i] = ptx::exp2_approx(fmaf(s[m][n][i], factor, -base));
-          state.sum[m][r] += s[m][n][i];
-        }
+      for (int a = 0; a < kA; ++a) {
+        acc[m][a][2 * r] *= shrink;
+        acc[m][a][2 * r + 1] *= shrink;
+      }
     }
+}
+
+// The weights 2^(score - max) of 16 keys, from two fragments, as an A fragment of the product with the values; their
+// sums go to `sum`.
+template <class T> __device__ __forceinline__ void weigh(const float (&a)[4], const float (&b)[4], float factor,
+                                                         const float (&max)[2], float (&sum)[2],
+                                                         uint32_t (&weight)[4]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float base = max[r] == -kInf ? 0 : max[r];  // -inf alone so far: 2^(-inf - 0) = 0
+    const auto power = [&](float x) { return ptx::exp2_approx(fmaf(x, factor, -base)); };
+    const float p[4] = {power(a[2 * r]), power(a[2 * r + 1]), power(b[2 * r]), power(b[2 * r + 1])};
+    sum[r] += (p[0] + p[1]) + (p[2] + p[3]);
+    weight[r] = ptx::pack<T>(p[0], p[1]);
+    weight[2 + r] = ptx::pack<T>(p[2], p[3]);
+  }
 }
 
 }  // namespace flashq::cuda

@@ -21,10 +21,20 @@ template <int kDim> struct SharedTile {
   }
 };
 
+// threadIdx.x, read anew: what is worked out from it, the compiler can keep in no register of a loop that has none
+// left.
+__device__ __forceinline__ int thread_again() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // Which chunk of which rows this thread copies: rows `row`, row + kStep, ...
 template <int kDim, int kThreads> struct CopyLane {
   static constexpr int kChunks = kDim / 8, kStep = kThreads / kChunks;
-  int row = static_cast<int>(threadIdx.x) / kChunks, chunk = static_cast<int>(threadIdx.x) % kChunks;
+  int row, chunk;
+
+  __device__ __forceinline__ explicit CopyLane(int thread) : row(thread / kChunks), chunk(thread % kChunks) {}
 };
 
 // 16 bytes at any even address, or zeros.
@@ -44,7 +54,7 @@ __device__ __forceinline__ void copy_chunk_narrow(uint32_t to, const void* from,
 template <int kDim, int kRows, int kThreads>
 __device__ __forceinline__ void copy_rows(uint32_t tile, const char* from, int64_t stride, bool wanted, int begin,
                                           int end) {
-  const CopyLane<kDim, kThreads> lane;
+  const CopyLane<kDim, kThreads> lane(static_cast<int>(threadIdx.x));
   from += lane.row * stride + lane.chunk * 16;
   const int64_t step = lane.kStep * stride;
   if (begin <= 0 && end >= kRows) {
