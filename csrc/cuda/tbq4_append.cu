@@ -1,9 +1,11 @@
-// tbq4_append_: new tokens, quantized into the slots of a paged TBQ4 cache. K and V are the two halves of the grid.
+// tbq4_append_: new tokens, quantized into the slots of a paged TBQ4 cache.
 #include <cuda_runtime_api.h>
 
 #include "cuda/check.cuh"
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
+#include "cuda/tbq4/bulk_encode.cuh"
+#include "cuda/tbq4/bulk_launch.cuh"
 #include "cuda/tbq4/lanes.cuh"
 #include "cuda/tbq4/rows.cuh"
 
@@ -12,92 +14,191 @@ namespace {
 
 constexpr int kThreads = 128;
 
+// Keys, or values.
+struct Half {
+  const void* from;
+  int64_t token_stride, head_stride;
+  uint8_t* codes;
+  uint16_t* norms;
+};
+
+struct AppendParams {
+  Half halves[2];
+  const uint16_t* k_offsets;
+  int64_t k_offsets_stride[2];
+  IndexView slots;
+  Finding* finding;
+  int64_t num_pages, kv_heads;
+  Divisor page_size, token_blocks;  // blocks of a token: kv_heads * row_blocks
+  int64_t blocks;                   // of each half
+  int row_blocks;
+};
+
+struct Block {
+  int64_t token, head;
+  int part;  // of the row
+};
+__device__ __forceinline__ Block block_at(const AppendParams& p, int64_t index) {
+  const Quotient at = p.token_blocks.divide(index);
+  if (p.row_blocks == 1) return {at.quotient, at.remainder, 0};
+  return {at.quotient, at.remainder >> 1, static_cast<int>(at.remainder & 1)};
+}
+
+template <class T, int kWidth>
+__device__ __forceinline__ const typename T::Storage* source_of(const Half& half, const Block& block) {
+  return static_cast<const typename T::Storage*>(half.from) + block.token * half.token_stride +
+         block.head * half.head_stride + block.part * kWidth;
+}
+
+// The block of the planes that a slot gives, or -1 where it gives none; keys report a slot beyond the cache.
+__device__ __forceinline__ int64_t target_of(const AppendParams& p, const Block& block, int64_t slot, bool is_key) {
+  if (slot < 0) return -1;
+  const Quotient at = p.page_size.divide(slot);
+  if (at.quotient >= p.num_pages) {
+    if (is_key && block.head == 0 && block.part == 0)
+      report(p.finding, Finding::kTbq4AppendSlot, block.token, slot, p.num_pages * p.page_size.value());
+    return -1;
+  }
+  return ((at.quotient * p.kv_heads + block.head) * p.page_size.value() + at.remainder) * p.row_blocks + block.part;
+}
+
+// The offset of a key in a page that exists.
+template <int kWidth>
+__device__ __forceinline__ const uint16_t* offset_of(const AppendParams& p, const Block& block, int64_t slot) {
+  return p.k_offsets + p.page_size.divide(slot).quotient * p.k_offsets_stride[0] + block.head * p.k_offsets_stride[1] +
+         block.part * kWidth;
+}
+
+// For few tokens. blockIdx.y: keys, values.
 template <class T, int kWidth, bool kVector> __global__ void __launch_bounds__(kThreads)
-    append_kernel(const __grid_constant__ Tbq4AppendParams p, Finding* finding) {
+    append_kernel(const __grid_constant__ AppendParams p) {
   using Lanes = BlockLanes<kWidth>;
   constexpr int kValues = Lanes::kValues, kBlocks = kThreads / Lanes::kLanes;
   const Lanes lanes;
-  const AppendSource& s = p.source;
-  const bool is_value = blockIdx.y != 0;
-  const auto* from = static_cast<const typename T::Storage*>(is_value ? s.v : s.k);
-  const int64_t token_stride = is_value ? s.v_stride[0] : s.k_stride[0];
-  const int64_t head_stride = is_value ? s.v_stride[1] : s.k_stride[1];
-  uint8_t* to_codes = is_value ? p.v_codes : p.k_codes;
-  uint16_t* to_norms = is_value ? p.v_norms : p.k_norms;
-  const uint16_t* offsets = is_value ? nullptr : p.k_offsets;
-
-  const int row_blocks = static_cast<int>(s.head_dim) / kWidth;  // 1 or 2
-  const int64_t token_blocks = s.kv_heads * row_blocks, blocks = s.tokens * token_blocks;
-  for (int64_t first = int64_t{blockIdx.x} * kBlocks; first < blocks; first += int64_t{gridDim.x} * kBlocks) {
-    const int64_t block = first + static_cast<int>(threadIdx.x) / Lanes::kLanes;
+  const bool is_key = blockIdx.y == 0;
+  const Half& half = p.halves[blockIdx.y];
+  const int column = lanes.lane() * kValues;
+  for (int64_t first = int64_t{blockIdx.x} * kBlocks; first < p.blocks; first += int64_t{gridDim.x} * kBlocks) {
+    const int64_t index = first + static_cast<int>(threadIdx.x) / Lanes::kLanes;
     float x[kValues] = {};
-    int64_t target = -1;  // the block in the planes
-    if (block < blocks) {
-      const auto [token, within] = divide(block, token_blocks);
-      const int64_t head = row_blocks == 1 ? within : within >> 1;
-      const int part = row_blocks == 1 ? 0 : static_cast<int>(within & 1);
-      const int column = part * kWidth + lanes.lane() * kValues;
-      const int64_t slot = s.slots(token);
-      load_values<T, kVector>(from + token * token_stride + head * head_stride + column, x);
-      if (slot >= 0) {
-        const auto [page, at] = divide(slot, p.page_size);
-        if (page < p.num_pages) {
-          target = ((page * s.kv_heads + head) * p.page_size + at) * row_blocks + part;
-          if (offsets) {
-            float offset[kValues];
-            load_values<Float16, kVector>(offsets + page * p.k_offsets_stride[0] + head * p.k_offsets_stride[1] +
-                                              column,
-                                          offset);
+    int64_t target = -1;
+    if (index < p.blocks) {
+      const Block block = block_at(p, index);
+      const int64_t slot = p.slots(block.token);
+      load_values<T, kVector>(source_of<T, kWidth>(half, block) + column, x);
+      target = target_of(p, block, slot, is_key && lanes.lane() == 0);
+      if (is_key && p.k_offsets && target >= 0) {
+        float offset[kValues];
+        load_values<Float16, kVector>(offset_of<kWidth>(p, block, slot) + column, offset);
 #pragma unroll
-            for (int i = 0; i < kValues; ++i) x[i] = ieee::sub(x[i], offset[i]);
-          }
-        } else if (!is_value && within == 0 && lanes.lane() == 0) {
-          report(finding, Finding::kTbq4AppendSlot, token, slot, p.num_pages * p.page_size);
-        }
+        for (int i = 0; i < kValues; ++i) x[i] = ieee::sub(x[i], offset[i]);
       }
     }
     const auto [codes, norm] = lanes.encode(x);
     if (target >= 0) {
-      store_codes<kVector>(to_codes + target * (kWidth / 2) + lanes.lane() * (kValues / 2), codes);
-      if (lanes.lane() == 0) to_norms[target] = norm;
+      store_codes<kVector>(half.codes + target * (kWidth / 2) + column / 2, codes);
+      if (lanes.lane() == 0) half.norms[target] = norm;
     }
   }
 }
 
-// Or-ed bits of every address that the kernel's wide loads and stores are made of, 4 bytes of a plane counting as 16.
+// For many tokens: all groups of keys, then all of values.
+template <class T, int kBlockWidth, bool kOffsets> struct AppendJob : AppendParams {
+  using Plan = BulkEncodePlan<T, kBlockWidth>;
+  static constexpr bool kHasOffsets = kOffsets;
+  using Ticket = int64_t;  // the slot
+  struct Source {
+    const void* from;
+    Ticket ticket;
+  };
+  struct Target {
+    uint8_t* codes;
+    uint16_t* norm;
+  };
+  int groups, half_groups;
+
+  __device__ __forceinline__ int64_t index(int group, int lane) const {
+    return int64_t{group < half_groups ? group : group - half_groups} * 32 + lane;
+  }
+  __device__ __forceinline__ const Half& half(int group) const { return halves[group < half_groups ? 0 : 1]; }
+
+  __device__ __forceinline__ Source source(int group, int lane) const {
+    const int64_t at = index(group, lane);
+    if (at >= blocks) return {nullptr, -1};
+    const Block block = block_at(*this, at);
+    return {source_of<T, kBlockWidth>(half(group), block), slots(block.token)};
+  }
+  __device__ __forceinline__ Target target(int group, int lane, int64_t slot) const {
+    const int64_t at = target_of(*this, block_at(*this, index(group, lane)), slot, group < half_groups);
+    if (at < 0) return {nullptr, nullptr};
+    return {half(group).codes + at * (kBlockWidth / 2), half(group).norms + at};
+  }
+  __device__ __forceinline__ const uint16_t* offsets(int group, int lane, int64_t slot) const {
+    if (group >= half_groups || slot < 0 || page_size.divide(slot).quotient >= num_pages) return nullptr;
+    return offset_of<kBlockWidth>(*this, block_at(*this, index(group, lane)), slot);
+  }
+};
+
+// Or-ed bits of every address that wide loads and stores are made of.
 template <class T> uintptr_t address_bits(const Tbq4AppendParams& p) {
   constexpr auto kElement = static_cast<int64_t>(sizeof(typename T::Storage));
   const AppendSource& s = p.source;
-  uintptr_t all = reinterpret_cast<uintptr_t>(s.k) | reinterpret_cast<uintptr_t>(s.v);
+  uintptr_t all = reinterpret_cast<uintptr_t>(s.k) | reinterpret_cast<uintptr_t>(s.v) |
+                  reinterpret_cast<uintptr_t>(p.k_codes) | reinterpret_cast<uintptr_t>(p.v_codes);
   for (const int64_t* stride : {s.k_stride, s.v_stride}) {
     if (s.tokens > 1) all |= static_cast<uintptr_t>(stride[0] * kElement);
     if (s.kv_heads > 1) all |= static_cast<uintptr_t>(stride[1] * kElement);
   }
-  all |= (reinterpret_cast<uintptr_t>(p.k_codes) | reinterpret_cast<uintptr_t>(p.v_codes)) * 4;
   if (p.k_offsets) {
     all |= reinterpret_cast<uintptr_t>(p.k_offsets);
-    for (const int64_t stride : p.k_offsets_stride) all |= static_cast<uintptr_t>(stride * 2);
+    if (p.num_pages > 1) all |= static_cast<uintptr_t>(p.k_offsets_stride[0] * 2);
+    if (s.kv_heads > 1) all |= static_cast<uintptr_t>(p.k_offsets_stride[1] * 2);
   }
   return all;
 }
 
+// False: too few blocks, or no room.
+template <class T, int kWidth, bool kOffsets> bool append_in_bulk(const AppendParams& params, const Device& device,
+                                                                  const Launch& launch) {
+  using Job = AppendJob<T, kWidth, kOffsets>;
+  const int groups = bulk_groups(params.blocks, device);
+  return groups > 0 && launch_bulk<bulk_encode_kernel<Job>>(Job{params, 2 * groups, groups}, device, launch);
+}
+
 }  // namespace
 
-Status tbq4_append(const Tbq4AppendParams& params, const Launch& launch) {
-  if (const Status status = enter(launch); !status.ok()) return status;
-  const AppendSource& s = params.source;
+Status tbq4_append(const Tbq4AppendParams& p, const Launch& launch) {
+  Device device;
+  if (const Status status = enter(launch, device); !status.ok()) return status;
+  const AppendSource& s = p.source;
   if (s.tokens == 0 || s.kv_heads == 0) return {};
-  Tbq4AppendParams p = params;
-  p.num_pages = params.page_size == 0 ? 0 : params.num_pages;  // pages of no slots: every slot is out of range
-  p.page_size = max_of<int64_t>(params.page_size, 1);
+  AppendParams params{};
+  params.halves[0] = {s.k, s.k_stride[0], s.k_stride[1], p.k_codes, p.k_norms};
+  params.halves[1] = {s.v, s.v_stride[0], s.v_stride[1], p.v_codes, p.v_norms};
+  params.k_offsets = p.k_offsets;
+  params.k_offsets_stride[0] = p.k_offsets_stride[0];
+  params.k_offsets_stride[1] = p.k_offsets_stride[1];
+  params.slots = s.slots;
+  params.finding = finding_of(launch);
+  params.num_pages = p.page_size == 0 ? 0 : p.num_pages;  // pages of no slots: every slot is out of range
+  params.kv_heads = s.kv_heads;
+  params.page_size = Divisor(max_of<int64_t>(p.page_size, 1));
   const auto stream = static_cast<cudaStream_t>(launch.stream);
   with_dtype(s.dtype, [&](auto t) {
     using T = decltype(t);
     with_width(s.head_dim, address_bits<T>(p) % kVectorBytes == 0, [&](auto width, auto aligned) {
-      constexpr int kBlocks = kThreads / BlockLanes<width.value>::kLanes;
-      const int64_t blocks = s.tokens * s.kv_heads * (s.head_dim / width.value);
-      const dim3 grid(static_cast<unsigned>(min_of<int64_t>(ceil_div(blocks, kBlocks), INT32_MAX)), 2);
-      append_kernel<T, width.value, aligned.value != 0><<<grid, kThreads, 0, stream>>>(p, finding_of(launch));
+      constexpr int kWidth = width.value;
+      params.row_blocks = static_cast<int>(s.head_dim) / kWidth;
+      params.token_blocks = Divisor(s.kv_heads * params.row_blocks);
+      params.blocks = s.tokens * s.kv_heads * params.row_blocks;
+      if constexpr (aligned.value != 0) {
+        const bool done = params.k_offsets ? append_in_bulk<T, kWidth, true>(params, device, launch)
+                                           : append_in_bulk<T, kWidth, false>(params, device, launch);
+        if (done) return;
+      }
+      constexpr int kBlocks = kThreads / BlockLanes<kWidth>::kLanes;
+      const dim3 grid(static_cast<unsigned>(min_of<int64_t>(ceil_div(params.blocks, kBlocks), INT32_MAX)), 2);
+      append_kernel<T, kWidth, aligned.value != 0><<<grid, kThreads, 0, stream>>>(params);
     });
   });
   return launch_status();

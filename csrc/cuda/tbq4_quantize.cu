@@ -3,6 +3,8 @@
 
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
+#include "cuda/tbq4/bulk_encode.cuh"
+#include "cuda/tbq4/bulk_launch.cuh"
 #include "cuda/tbq4/lanes.cuh"
 #include "cuda/tbq4/rows.cuh"
 
@@ -11,47 +13,85 @@ namespace {
 
 constexpr int kThreads = 128;
 
+struct QuantizeParams {
+  Rows x;
+  uint8_t* codes;
+  uint16_t* norms;
+  int64_t blocks;
+  int row_blocks;
+};
+
 template <class T, int kWidth, bool kVector> __global__ void __launch_bounds__(kThreads)
-    quantize_kernel(const __grid_constant__ Tbq4QuantizeParams p) {
+    quantize_kernel(const __grid_constant__ QuantizeParams p) {
   using Lanes = BlockLanes<kWidth>;
   constexpr int kValues = Lanes::kValues, kBlocks = kThreads / Lanes::kLanes;
   const Lanes lanes;
-  const int row_blocks = static_cast<int>(p.x.head_dim) / kWidth;  // 1 or 2
-  const int64_t blocks = p.x.rows * row_blocks;
-  for (int64_t first = int64_t{blockIdx.x} * kBlocks; first < blocks; first += int64_t{gridDim.x} * kBlocks) {
+  for (int64_t first = int64_t{blockIdx.x} * kBlocks; first < p.blocks; first += int64_t{gridDim.x} * kBlocks) {
     const int64_t block = first + static_cast<int>(threadIdx.x) / Lanes::kLanes;
     float x[kValues] = {};
-    if (block < blocks) {
-      const int64_t row = row_blocks == 1 ? block : block >> 1;
-      const int64_t column = row_blocks == 1 ? 0 : (block & 1) * kWidth;
-      load_values<T, kVector>(static_cast<const typename T::Storage*>(p.x.data) + row_offset(p.x, row) + column +
-                                  lanes.lane() * kValues,
+    if (block < p.blocks) {
+      const BlockPlace place = place_of<kWidth>(block, p.row_blocks);
+      load_values<T, kVector>(p.x.template row<typename T::Storage>(place.row) + place.column + lanes.lane() * kValues,
                               x);
     }
     const auto [codes, norm] = lanes.encode(x);
-    if (block < blocks) {
+    if (block < p.blocks) {
       store_codes<true>(p.codes + block * (kWidth / 2) + lanes.lane() * (kValues / 2), codes);
       if (lanes.lane() == 0) p.norms[block] = norm;
     }
   }
 }
 
+template <class T, int kBlockWidth> struct QuantizeJob : QuantizeParams {
+  using Plan = BulkEncodePlan<T, kBlockWidth>;
+  static constexpr bool kHasOffsets = false;
+  struct Ticket {};
+  struct Source {
+    const void* from;
+    Ticket ticket;
+  };
+  struct Target {
+    uint8_t* codes;
+    uint16_t* norm;
+  };
+  int groups;
+
+  __device__ __forceinline__ Source source(int group, int lane) const {
+    const int64_t block = int64_t{group} * 32 + lane;
+    if (block >= blocks) return {nullptr, {}};
+    const BlockPlace place = place_of<kBlockWidth>(block, row_blocks);
+    return {x.template row<typename T::Storage>(place.row) + place.column, {}};
+  }
+  __device__ __forceinline__ Target target(int group, int lane, Ticket) const {
+    const int64_t block = int64_t{group} * 32 + lane;
+    if (block >= blocks) return {nullptr, nullptr};
+    return {codes + block * (kBlockWidth / 2), norms + block};
+  }
+};
+
 }  // namespace
 
-Status tbq4_quantize(const Tbq4QuantizeParams& params, const Launch& launch) {
-  if (const Status status = enter(launch); !status.ok()) return status;
-  if (params.x.rows == 0) return {};
-  Tbq4QuantizeParams p = params;
-  p.x = merge_dimensions(params.x);
+Status tbq4_quantize(const Tbq4QuantizeParams& p, const Launch& launch) {
+  Device device;
+  if (const Status status = enter(launch, device); !status.ok()) return status;
+  if (p.x.rows == 0) return {};
   const auto stream = static_cast<cudaStream_t>(launch.stream);
   with_dtype(p.x.dtype, [&](auto t) {
     using T = decltype(t);
-    const bool vector = address_bits(p.x, sizeof(typename T::Storage)) % kVectorBytes == 0;
-    with_width(p.x.head_dim, vector, [&](auto width, auto aligned) {
-      constexpr int kBlocks = kThreads / BlockLanes<width.value>::kLanes;
-      const int64_t blocks = p.x.rows * (p.x.head_dim / width.value);
-      const auto grid = static_cast<unsigned>(min_of<int64_t>(ceil_div(blocks, kBlocks), INT32_MAX));
-      quantize_kernel<T, width.value, aligned.value != 0><<<grid, kThreads, 0, stream>>>(p);
+    const Rows rows(p.x, sizeof(typename T::Storage));
+    with_width(p.x.head_dim, rows.aligned(kVectorBytes), [&](auto width, auto aligned) {
+      constexpr int kWidth = width.value;
+      const int row_blocks = static_cast<int>(p.x.head_dim) / kWidth;
+      const QuantizeParams params{rows, p.codes, p.norms, p.x.rows * row_blocks, row_blocks};
+      if constexpr (aligned.value != 0) {
+        using Job = QuantizeJob<T, kWidth>;
+        if (const int groups = bulk_groups(params.blocks, device);
+            groups > 0 && launch_bulk<bulk_encode_kernel<Job>>(Job{params, groups}, device, launch))
+          return;
+      }
+      constexpr int kBlocks = kThreads / BlockLanes<kWidth>::kLanes;
+      const auto grid = static_cast<unsigned>(min_of<int64_t>(ceil_div(params.blocks, kBlocks), INT32_MAX));
+      quantize_kernel<T, kWidth, aligned.value != 0><<<grid, kThreads, 0, stream>>>(params);
     });
   });
   return launch_status();

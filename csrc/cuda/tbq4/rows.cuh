@@ -1,71 +1,89 @@
 // Rows of a tensor of any strides, and the values of one lane in 16-byte pieces or one by one.
 #pragma once
 #include "core/half.h"
+#include "cuda/divisor.cuh"
 #include "cuda/vector.cuh"
 #include "params.h"
 
 namespace flashq::cuda {
 
-// The same rows with neighbouring dimensions merged where their strides allow it: each left costs a division a row.
-[[nodiscard]] inline RowsView merge_dimensions(const RowsView& view) {
-  RowsView merged = view;
-  merged.leading = 0;
-  for (int d = 0; d < view.leading; ++d) {
-    if (view.size[d] == 1) continue;
-    const int last = merged.leading - 1;
-    if (last >= 0 && merged.stride[last] == view.size[d] * view.stride[d]) {
-      merged.size[last] *= view.size[d];
-      merged.stride[last] = view.stride[d];
-    } else {
-      merged.size[merged.leading] = view.size[d];
-      merged.stride[merged.leading++] = view.stride[d];
+// A RowsView for kernels. Neighbouring dimensions are merged where their strides allow it: each left costs a division a
+// row.
+class Rows {
+ public:
+  Rows() = default;
+  Rows(const RowsView& view, int64_t element_bytes) : data_(view.data) {
+    int64_t size[kMaxLeading];
+    for (int d = 0; d < view.leading; ++d) {
+      if (view.size[d] == 1) continue;
+      const int last = dimensions_ - 1;
+      if (last >= 0 && stride_[last] == view.size[d] * view.stride[d]) {
+        size[last] *= view.size[d];
+        stride_[last] = view.stride[d];
+      } else {
+        size[dimensions_] = view.size[d];
+        stride_[dimensions_++] = view.stride[d];
+      }
+    }
+    address_bits_ = reinterpret_cast<uintptr_t>(data_);
+    for (int d = 0; d < dimensions_; ++d) {
+      size_[d] = Divisor(size[d]);
+      address_bits_ |= static_cast<uintptr_t>(stride_[d] * element_bytes);
     }
   }
-  return merged;
-}
 
-// Where a row starts, in elements.
-__device__ __forceinline__ int64_t row_offset(const RowsView& view, int64_t row) {
-  int64_t offset = 0;
-  for (int d = view.leading - 1; d > 0; --d) {
-    const Quotient at = divide(row, view.size[d]);
-    offset += at.remainder * view.stride[d];
-    row = at.quotient;
+  // Whether every row starts at a multiple of `bytes`.
+  [[nodiscard]] bool aligned(int bytes) const { return address_bits_ % static_cast<uintptr_t>(bytes) == 0; }
+
+  template <class Storage> __device__ __forceinline__ const Storage* row(int64_t index) const {
+    int64_t offset = 0;
+#pragma unroll 1
+    for (int d = dimensions_ - 1; d > 0; --d) {
+      const Quotient at = size_[d].divide(index);
+      offset += at.remainder * stride_[d];
+      index = at.quotient;
+    }
+    if (dimensions_ > 0) offset += index * stride_[0];
+    return static_cast<const Storage*>(data_) + offset;
   }
-  return view.leading > 0 ? offset + row * view.stride[0] : 0;
+
+ private:
+  const void* data_ = nullptr;
+  int dimensions_ = 0;
+  uintptr_t address_bits_ = 0;
+  Divisor size_[kMaxLeading];
+  int64_t stride_[kMaxLeading] = {};
+};
+
+// Where a block lies: its row, and its first element there. Rows of 256 values have two blocks, others one.
+struct BlockPlace {
+  int64_t row;
+  int column;
+};
+template <int kWidth> __device__ __forceinline__ BlockPlace place_of(int64_t block, int row_blocks) {
+  return row_blocks == 1 ? BlockPlace{block, 0} : BlockPlace{block >> 1, static_cast<int>(block & 1) * kWidth};
 }
 
-// Or-ed bits of everything that a row's address is made of, in bytes.
-[[nodiscard]] inline uintptr_t address_bits(const RowsView& view, int64_t element_bytes) {
-  auto all = reinterpret_cast<uintptr_t>(view.data);
-  for (int d = 0; d < view.leading; ++d) all |= static_cast<uintptr_t>(view.stride[d] * element_bytes);
-  return all;
-}
-
-// kValues values at `from`, which is aligned to 16 bytes (or to all of them, if they are fewer) where kVector says so.
+// kValues values at `from`, which is aligned to 16 bytes where kVector says so.
 template <class T, bool kVector, int kValues>
 __device__ __forceinline__ void load_values(const typename T::Storage* from, float (&x)[kValues]) {
-  using Storage = typename T::Storage;
-  constexpr int kPiece = kVector ? min_of<int>(kVectorBytes / sizeof(Storage), kValues) : 1;
-  using Piece = Vector<Storage, kPiece>;
+  constexpr int kPiece = kVector ? kVectorBytes / static_cast<int>(sizeof(typename T::Storage)) : 1;
 #pragma unroll
   for (int i = 0; i < kValues; i += kPiece) {
-    const Piece piece = load<Piece>(from + i);
+    const auto piece = load<Packed<T, kPiece>>(from + i);
 #pragma unroll
-    for (int j = 0; j < kPiece; ++j) x[i + j] = T::load(piece.value[j]);
+    for (int j = 0; j < kPiece; ++j) x[i + j] = piece.get(j);
   }
 }
 
-template <class T, bool kVector, int kValues>
+template <class T, int kValues>
 __device__ __forceinline__ void store_values(const float (&x)[kValues], typename T::Storage* to) {
-  using Storage = typename T::Storage;
-  constexpr int kPiece = kVector ? min_of<int>(kVectorBytes / sizeof(Storage), kValues) : 1;
-  using Piece = Vector<Storage, kPiece>;
+  constexpr int kPiece = kVectorBytes / static_cast<int>(sizeof(typename T::Storage));
 #pragma unroll
   for (int i = 0; i < kValues; i += kPiece) {
-    Piece piece;
+    Packed<T, kPiece> piece;
 #pragma unroll
-    for (int j = 0; j < kPiece; ++j) piece.value[j] = T::store(x[i + j]);
+    for (int j = 0; j < kPiece; ++j) piece.set(j, x[i + j]);
     store(to + i, piece);
   }
 }
