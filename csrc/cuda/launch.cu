@@ -42,6 +42,7 @@ Status query(int32_t device, Device& description) {
   int major = 0, minor = 0, shared_bytes = 0;
   cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (!error) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  if (!error) error = cudaDeviceGetAttribute(&description.sm_count, cudaDevAttrMultiProcessorCount, device);
   if (!error) error = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error) return failure("a usable GPU", error);
   description.arch = overrides.arch ? overrides.arch : major * 10 + minor;

@@ -20,7 +20,8 @@ struct Overrides {
 
 // What a kernel's configuration is chosen by; the overrides have lowered it.
 struct Device {
-  int arch;              // major * 10 + minor of the compute capability
+  int arch;  // major * 10 + minor of the compute capability
+  int sm_count;
   int64_t shared_bytes;  // that a block can opt in to
 };
 // Asks the driver once a device and process.

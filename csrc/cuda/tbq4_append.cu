@@ -29,8 +29,8 @@ struct AppendParams {
   IndexView slots;
   Finding* finding;
   int64_t num_pages, kv_heads;
-  Divisor page_size, token_blocks;  // blocks of a token: kv_heads * row_blocks
-  int64_t blocks;                   // of each half
+  WideDivisor page_size, token_blocks;  // blocks of a token: kv_heads * row_blocks
+  int64_t blocks;                       // of each half
   int row_blocks;
 };
 
@@ -106,11 +106,6 @@ template <class T, int kWidth, bool kVector> __global__ void __launch_bounds__(k
 template <class T, int kBlockWidth, bool kOffsets> struct AppendJob : AppendParams {
   using Plan = BulkEncodePlan<T, kBlockWidth>;
   static constexpr bool kHasOffsets = kOffsets;
-  using Ticket = int64_t;  // the slot
-  struct Source {
-    const void* from;
-    Ticket ticket;
-  };
   struct Target {
     uint8_t* codes;
     uint16_t* norm;
@@ -122,20 +117,26 @@ template <class T, int kBlockWidth, bool kOffsets> struct AppendJob : AppendPara
   }
   __device__ __forceinline__ const Half& half(int group) const { return halves[group < half_groups ? 0 : 1]; }
 
-  __device__ __forceinline__ Source source(int group, int lane) const {
+  __device__ __forceinline__ const void* source(int group, int lane) const {
     const int64_t at = index(group, lane);
-    if (at >= blocks) return {nullptr, -1};
-    const Block block = block_at(*this, at);
-    return {source_of<T, kBlockWidth>(half(group), block), slots(block.token)};
+    return at < blocks ? source_of<T, kBlockWidth>(half(group), block_at(*this, at)) : nullptr;
   }
-  __device__ __forceinline__ Target target(int group, int lane, int64_t slot) const {
-    const int64_t at = target_of(*this, block_at(*this, index(group, lane)), slot, group < half_groups);
+  // Reads the slot when it is needed: there are no registers to keep it in.
+  __device__ __forceinline__ Target target(int group, int lane) const {
+    const int64_t from = index(group, lane);
+    if (from >= blocks) return {nullptr, nullptr};
+    const Block block = block_at(*this, from);
+    const int64_t at = target_of(*this, block, slots(block.token), group < half_groups);
     if (at < 0) return {nullptr, nullptr};
     return {half(group).codes + at * (kBlockWidth / 2), half(group).norms + at};
   }
-  __device__ __forceinline__ const uint16_t* offsets(int group, int lane, int64_t slot) const {
-    if (group >= half_groups || slot < 0 || page_size.divide(slot).quotient >= num_pages) return nullptr;
-    return offset_of<kBlockWidth>(*this, block_at(*this, index(group, lane)), slot);
+  __device__ __forceinline__ const uint16_t* offsets(int group, int lane) const {
+    const int64_t from = index(group, lane);
+    if (group >= half_groups || from >= blocks) return nullptr;
+    const Block block = block_at(*this, from);
+    const int64_t slot = slots(block.token);
+    if (slot < 0 || page_size.divide(slot).quotient >= num_pages) return nullptr;
+    return offset_of<kBlockWidth>(*this, block, slot);
   }
 };
 
@@ -182,14 +183,14 @@ Status tbq4_append(const Tbq4AppendParams& p, const Launch& launch) {
   params.finding = finding_of(launch);
   params.num_pages = p.page_size == 0 ? 0 : p.num_pages;  // pages of no slots: every slot is out of range
   params.kv_heads = s.kv_heads;
-  params.page_size = Divisor(max_of<int64_t>(p.page_size, 1));
+  params.page_size = WideDivisor(max_of<int64_t>(p.page_size, 1));
   const auto stream = static_cast<cudaStream_t>(launch.stream);
   with_dtype(s.dtype, [&](auto t) {
     using T = decltype(t);
     with_width(s.head_dim, address_bits<T>(p) % kVectorBytes == 0, [&](auto width, auto aligned) {
       constexpr int kWidth = width.value;
       params.row_blocks = static_cast<int>(s.head_dim) / kWidth;
-      params.token_blocks = Divisor(s.kv_heads * params.row_blocks);
+      params.token_blocks = WideDivisor(s.kv_heads * params.row_blocks);
       params.blocks = s.tokens * s.kv_heads * params.row_blocks;
       if constexpr (aligned.value != 0) {
         const bool done = params.k_offsets ? append_in_bulk<T, kWidth, true>(params, device, launch)

@@ -45,24 +45,19 @@ template <class T, int kWidth, bool kVector> __global__ void __launch_bounds__(k
 template <class T, int kBlockWidth> struct QuantizeJob : QuantizeParams {
   using Plan = BulkEncodePlan<T, kBlockWidth>;
   static constexpr bool kHasOffsets = false;
-  struct Ticket {};
-  struct Source {
-    const void* from;
-    Ticket ticket;
-  };
   struct Target {
     uint8_t* codes;
     uint16_t* norm;
   };
   int groups;
 
-  __device__ __forceinline__ Source source(int group, int lane) const {
+  __device__ __forceinline__ const void* source(int group, int lane) const {
     const int64_t block = int64_t{group} * 32 + lane;
-    if (block >= blocks) return {nullptr, {}};
+    if (block >= blocks) return nullptr;
     const BlockPlace place = place_of<kBlockWidth>(block, row_blocks);
-    return {x.template row<typename T::Storage>(place.row) + place.column, {}};
+    return x.template row<typename T::Storage>(place.row) + place.column;
   }
-  __device__ __forceinline__ Target target(int group, int lane, Ticket) const {
+  __device__ __forceinline__ Target target(int group, int lane) const {
     const int64_t block = int64_t{group} * 32 + lane;
     if (block >= blocks) return {nullptr, nullptr};
     return {codes + block * (kBlockWidth / 2), norms + block};

@@ -28,9 +28,9 @@ template <class T, int kBlockWidth> struct BulkEncodePlan {
 
 // Job: Plan, kHasOffsets, and on the device
 //   int groups: of 32 blocks; block 32 * group + lane is the lane's
-//   Source source(int group, int lane): `from`, the row in global memory or null, and a `ticket` for what follows
-//   Target target(int group, int lane, Ticket): `codes` (null: nothing is written) and `norm`, where the block goes
-//   const uint16_t* offsets(int group, int lane, Ticket): fp16, to subtract from the row, or null
+//   const void* source(int group, int lane): the row in global memory, or null
+//   Target target(int group, int lane): `codes` (null: nothing is written) and `norm`, where the block goes
+//   const uint16_t* offsets(int group, int lane): fp16, to subtract from the row, or null
 template <class Job> __global__ void __launch_bounds__(32 * Job::Plan::kMaxWarps, 1)
     bulk_encode_kernel(const __grid_constant__ Job job) {
   using Plan = typename Job::Plan;
@@ -41,24 +41,21 @@ template <class Job> __global__ void __launch_bounds__(32 * Job::Plan::kMaxWarps
   const int rows = Plan::kWarps + warp * Plan::kWarpBytes, codes = rows + 32 * Plan::kRowStride;  // offsets in shared
   const auto fetch = [&](int group) {
     const int lane = fresh_lane();
-    const auto source = job.source(group, lane);
-    start_copies<Plan::kRowBytes, Plan::kRowStride>(shared + rows, static_cast<const char*>(source.from), lane);
-    return source.ticket;
+    const auto* source = static_cast<const char*>(job.source(group, lane));
+    start_copies<Plan::kRowBytes, Plan::kRowStride>(shared + rows, source, lane);
   };
 
   // Groups go to the multiprocessors in turn, so that each gets the same number of them.
   const int step = static_cast<int>(gridDim.x * (blockDim.x / 32));
   int group = static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) * warp;
-  typename Job::Ticket next{};
-  if (group < job.groups) next = fetch(group);
+  if (group < job.groups) fetch(group);
   fill_cells(shared);
   fill_energies<Plan::kEnergyRow>(shared + Plan::kEnergies);
   __syncthreads();
 
   for (; group < job.groups; group += step) {
-    const auto ticket = next;
     const uint16_t* offsets = nullptr;
-    if constexpr (Job::kHasOffsets) offsets = job.offsets(group, fresh_lane(), ticket);
+    if constexpr (Job::kHasOffsets) offsets = job.offsets(group, fresh_lane());
     ptx::cp_async_wait<0>();
     __syncwarp();
     const char* const row = shared + rows + fresh_lane() * Plan::kRowStride;
@@ -79,11 +76,11 @@ template <class Job> __global__ void __launch_bounds__(32 * Job::Plan::kMaxWarps
     }
     const float squares = tbq4::tree_sum<kWidth / kPiece>(sums);
     __syncwarp();  // every lane holds its row
-    if (group + step < job.groups) next = fetch(group + step);
+    if (group + step < job.groups) fetch(group + step);
 
     const auto block = encode_whole<kWidth, Plan::kEnergyRow>(x, squares, shared, shared + Plan::kEnergies);
     const int lane = fresh_lane();
-    const auto target = job.target(group, lane, ticket);
+    const auto target = job.target(group, lane);
 #pragma unroll
     for (int j = 0; j < kWidth / 8; j += 4) {
       const Vector<uint32_t, 4> words{block.codes[j], block.codes[j + 1], block.codes[j + 2], block.codes[j + 3]};

@@ -1,8 +1,8 @@
 // Rows of a tensor of any strides, and the values of one lane in 16-byte pieces or one by one.
 #pragma once
 #include "core/half.h"
-#include "cuda/divisor.cuh"
 #include "cuda/vector.cuh"
+#include "cuda/wide_divisor.cuh"
 #include "params.h"
 
 namespace flashq::cuda {
@@ -27,7 +27,7 @@ class Rows {
     }
     address_bits_ = reinterpret_cast<uintptr_t>(data_);
     for (int d = 0; d < dimensions_; ++d) {
-      size_[d] = Divisor(size[d]);
+      size_[d] = WideDivisor(size[d]);
       address_bits_ |= static_cast<uintptr_t>(stride_[d] * element_bytes);
     }
   }
@@ -51,7 +51,7 @@ class Rows {
   const void* data_ = nullptr;
   int dimensions_ = 0;
   uintptr_t address_bits_ = 0;
-  Divisor size_[kMaxLeading];
+  WideDivisor size_[kMaxLeading];
   int64_t stride_[kMaxLeading] = {};
 };
 

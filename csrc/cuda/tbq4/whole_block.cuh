@@ -8,6 +8,7 @@
 
 #include "core/half.h"
 #include "core/tbq4/codec.h"
+#include "cuda/tbq4/bulk_rows.cuh"
 
 namespace flashq::cuda {
 
@@ -61,26 +62,30 @@ __constant__ constexpr tbq4::Table<float, tbq4::kLevels> kDeviceLevels[2] = {tbq
 
 inline constexpr int kCellTableBytes = kCells * kTableRow;
 
-// Every thread of the block takes part; the caller synchronises. 8 bytes a lane.
-__device__ __forceinline__ void fill_cells(char* table) {
-  for (int i = static_cast<int>(threadIdx.x); i < kCells * 32; i += static_cast<int>(blockDim.x))
-    *reinterpret_cast<Cell*>(table + i * 8) = kDeviceCells.cell[i / 32];
+// Every thread of the block takes part in filling a table; the caller synchronises. A store is 16 bytes: 2 or 4 lanes'.
+__device__ __forceinline__ void fill_cells(char* table) {  // 8 bytes a lane
+  for (int i = static_cast<int>(threadIdx.x); i < kCells * 16; i += static_cast<int>(blockDim.x)) {
+    const Cell cell = kDeviceCells.cell[i / 16];
+    *reinterpret_cast<float4*>(table + i * 16) =
+        make_float4(cell.edge, __int_as_float(cell.above), cell.edge, __int_as_float(cell.above));
+  }
 }
 
 // Energies of the two codes of a byte, 4 bytes a lane: rows of 256 or, to save room, 128 bytes.
 template <int kRow> __device__ __forceinline__ void fill_energies(char* table) {
-  for (int i = static_cast<int>(threadIdx.x); i < 256 * 32; i += static_cast<int>(blockDim.x)) {
-    const int low = i / 32 % 16, high = i / 32 / 16;
+  for (int i = static_cast<int>(threadIdx.x); i < 256 * 8; i += static_cast<int>(blockDim.x)) {
     const auto square = [](int index) { return kDeviceSquares[index < 8 ? 7 - index : index - 8]; };
-    *reinterpret_cast<int32_t*>(table + i / 32 * kRow + i % 32 * 4) = square(low) + square(high);
+    const int both = square(i / 8 % 16) + square(i / 8 / 16);
+    *reinterpret_cast<int4*>(table + i / 8 * kRow + i % 8 * 16) = make_int4(both, both, both, both);
   }
 }
 
 // The levels of the two codes of a byte, 8 bytes a lane.
 template <int kWidth> __device__ __forceinline__ void fill_levels(char* table) {
-  for (int i = static_cast<int>(threadIdx.x); i < 256 * 32; i += static_cast<int>(blockDim.x)) {
+  for (int i = static_cast<int>(threadIdx.x); i < 256 * 16; i += static_cast<int>(blockDim.x)) {
     const auto& levels = kDeviceLevels[kWidth / 128];
-    *reinterpret_cast<float2*>(table + i * 8) = make_float2(levels[i / 32 % 16], levels[i / 32 / 16]);
+    const float low = levels[i / 16 % 16], high = levels[i / 16 / 16];
+    *reinterpret_cast<float4*>(table + i * 16) = make_float4(low, high, low, high);
   }
 }
 
@@ -119,7 +124,7 @@ template <int kWidth> struct WholeBlock {
 template <int kWidth, int kEnergyRow>
 __device__ __forceinline__ WholeBlock<kWidth> encode_whole(float (&x)[kWidth], float squares, const char* cells,
                                                            const char* energies) {
-  const uint32_t lane = threadIdx.x % 32;
+  const auto lane = static_cast<uint32_t>(fresh_lane());
   const float length = ieee::sqrt(squares);
   const float cells_a_unit = __fdividef(kCellsPerLength, length);
   flip_whole<kWidth, tbq4::Sign::kIn>(x);

@@ -1,14 +1,16 @@
-// Division by a number that the host knows: a multiplication, where 64-bit division is a call of 70 instructions.
+// As Divisor, for dividends and divisors of any size without a call: kernels that hold a block in registers have none
+// to save across one. Ten instructions.
 #pragma once
 #include "core/portability.h"
 #include "cuda/vector.cuh"
 
 namespace flashq::cuda {
 
-class Divisor {
+class WideDivisor {
  public:
-  Divisor() = default;
-  explicit Divisor(int64_t divisor) : divisor_(divisor), reciprocal_(~uint64_t{0} / static_cast<uint64_t>(divisor)) {}
+  WideDivisor() = default;
+  explicit WideDivisor(int64_t divisor)
+      : divisor_(divisor), reciprocal_(~uint64_t{0} / static_cast<uint64_t>(divisor)) {}
 
   __device__ __forceinline__ int64_t value() const { return divisor_; }
 
