@@ -23,6 +23,7 @@ struct Device {
   int arch;  // major * 10 + minor of the compute capability
   int sm_count;
   int64_t shared_bytes;  // that a block can opt in to
+  int sm_count;          // multiprocessors
 };
 // Asks the driver once a device and process.
 [[nodiscard]] Status describe_device(int32_t device, Device& description);

@@ -25,7 +25,7 @@ bool tma_fits(const void* data, const int64_t (&stride)[3], int64_t batch, int64
   if (reinterpret_cast<uintptr_t>(data) % 16 != 0) return false;
   const int64_t size[3] = {batch, tokens, heads};
   for (int i = 0; i < 3; ++i)
-    if (size[i] > 1 && (stride[i] <= 0 || stride[i] % 8 != 0 || stride[i] >= int64_t{1} << 38)) return false;
+    if (size[i] > 1 && (stride[i] < (i > 0) || stride[i] % 8 != 0 || stride[i] >= int64_t{1} << 38)) return false;
   return true;
 }
 

@@ -161,11 +161,14 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
     const auto weigh = [&](auto masked, int n) {  // S to P
       if constexpr (C::kTransform) {
         if (p.capped) {
-#pragma unroll
-          for (float& x : s) x = ptx::tanh_approx(x * p.multiplier);
+          // Rows past the sequence's end have no say: results must not depend on what lies there.
+          const int rows_left = (tile.q_len << p.schedule.pack_log2) - thread_row;
+          const bool small = !masked.value && (rows_left <= 0 || within(s, 0, p.cap.limit)) &&
+                             (rows_left <= 8 || within(s, 1, p.cap.limit));
+          cap_scores(s, p.cap, __all_sync(~0u, small));
         } else {
 #pragma unroll
-          for (float& x : s) x *= p.multiplier;
+          for (float& x : s) x *= p.cap.multiplier;
         }
       }
       if constexpr (masked.value) {

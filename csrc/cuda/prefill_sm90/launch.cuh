@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <bit>
-#include <cfloat>
+#include <cmath>
 #include <cstdio>
 
 #include "cuda/prefill_sm90.h"
@@ -41,8 +41,8 @@ template <class C> __global__ void __launch_bounds__(C::kThreads, 1) prefill_ker
 #endif
 }
 
-constexpr double kFewProducts = 1e10;     // some 60 us
-constexpr int64_t kL2Section = 32 << 20;  // bytes; more of the 50 MB leave no room for Q and O
+constexpr double kFewProducts = 1e10;  // some 60 us
+constexpr int kL2Section = 32 << 20;   // bytes; more of the 50 MB leave no room for Q and O
 
 // Query heads of one KV head that a tile takes together: a power of two, because row -> token is a shift.
 int64_t pack_of(const QueryView& q) {
@@ -51,6 +51,7 @@ int64_t pack_of(const QueryView& q) {
 
 bool encode(const void* data, const int64_t (&stride)[3], int64_t batch, int64_t tokens, int64_t heads, int64_t pack,
             uint32_t rows, const QueryView& q, CUtensorMap& map) {
+  if (stride[0] == 0) batch = 1;  // what the kernel steps by
   const auto used = [](int64_t step, int64_t size) { return size > 1 ? step : 8; };
   const int64_t head = used(stride[2], heads);
   const TensorShape shape{.data = data,
@@ -62,12 +63,24 @@ bool encode(const void* data, const int64_t (&stride)[3], int64_t batch, int64_t
   return encode_tensor_map(shape, map);
 }
 
+Cap make_cap(float multiplier) {
+  constexpr double kLargest = 0.5, kFactor[3] = {0.99997744, -0.33169151, 0.11520976};  // least relative error up to it
+  const double m = multiplier;
+  Cap cap{.multiplier = multiplier, .limit = static_cast<float>(kLargest / std::abs(m)), .factor = {}};
+  if (!(std::abs(m) > 1e-6 && std::abs(m) < 1e6)) cap.limit = -1;  // its powers leave float32
+  for (int i = 0; i < 3; ++i) cap.factor[i] = static_cast<float>(kFactor[i] * std::pow(m, 2 * i + 1));
+  return cap;
+}
+
 template <class C> Status run(const Attention16Params& a, const Device& device, const Launch& where) {
   const QueryView& q = a.query;
   const bool packed = q.cu_seqlens_q.given();
   const auto stream = static_cast<cudaStream_t>(where.stream);
   const int64_t pack = pack_of(q), batch = packed ? 1 : q.batch, tokens = packed ? q.total_tokens : q.q_len;
   Params p{};
+  p.q_batch_step = q.q_stride[0] != 0;
+  p.k_batch_step = a.kv.k_stride[0] != 0;
+  p.v_batch_step = a.kv.v_stride[0] != 0;
   if (!(encode(q.q, q.q_stride, batch, tokens, q.q_heads, pack, C::kRows, q, p.q) &&
         encode(q.out, q.out_stride, batch, tokens, q.q_heads, pack, C::kRows, q, p.out) &&
         encode(a.kv.k, a.kv.k_stride, batch, a.kv.page_size, q.kv_heads, 1, C::kTileK, q, p.k) &&
@@ -88,7 +101,7 @@ template <class C> Status run(const Attention16Params& a, const Device& device, 
   p.sinks_stride = a.score.sinks_stride;
   p.packed_keys = packed;
   p.capped = a.score.softcap > 0;
-  p.multiplier = p.capped ? std::clamp(a.score.scale / a.score.softcap, -FLT_MAX, FLT_MAX) : a.score.scale;
+  p.cap = make_cap(p.capped ? a.score.scale / a.score.softcap : a.score.scale);
   p.scale_log2 = (p.capped ? a.score.softcap : C::kTransform ? 1 : a.score.scale) * kLog2E;
 
   Schedule& s = p.schedule;
@@ -98,7 +111,7 @@ template <class C> Status run(const Attention16Params& a, const Device& device, 
   s.window_left = limit(a.score.window_left);
   s.window_right = a.score.causal ? 0 : limit(a.score.window_right);
   s.descending = s.window_right != kWide && s.window_left == kWide;
-  s.l2_bytes = kL2Section;
+  s.l2_keys = kL2Section / (C::kTileD * 4);
   s.batch = static_cast<int>(batch);
   s.q_len = static_cast<int>(tokens);
   s.kv_len = static_cast<int>(a.kv.page_size);
@@ -115,7 +128,8 @@ template <class C> Status run(const Attention16Params& a, const Device& device, 
                                                  C::kTileQ);
     s.plan = plan;
   }
-  // Drawing costs a memset ahead of the kernel (2 us); where that is much, tiles go round instead.
+  // Drawing takes a memset ahead of the kernel (3 % of a call on 1024 tokens); where that is much, tiles go round
+  // instead.
   const double products = static_cast<double>(most_tiles) * C::kTileQ * s.kv_len * C::kTileD;
   if (packed || products > kFewProducts) {
     s.drawn = &plan->drawn;

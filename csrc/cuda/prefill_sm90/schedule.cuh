@@ -16,15 +16,14 @@ __device__ __forceinline__ Keys visible_keys(const Schedule& s, const Tile& tile
 // Else the longest come first, in sections of as many heads as L2 has room for: CTAs that work at the same time share
 // their keys, and the last tiles to be drawn are short.
 template <class C>
-__device__ __forceinline__ void place_tile(const Schedule& s, int i, int row_blocks, int heads, int64_t kv_len,
+__device__ __forceinline__ void place_tile(const Schedule& s, int i, int row_blocks, int heads, int kv_len,
                                            int& row_block, int& head) {
   if (!s.descending) {
     row_block = i % row_blocks;
     head = i / row_blocks;
     return;
   }
-  const int64_t kv_bytes = max(kv_len, int64_t{1}) * C::kTileD * 4;
-  const int section = static_cast<int>(min(int64_t{heads}, max(s.l2_bytes / kv_bytes, int64_t{1}) * s.packs_per_kv));
+  const int section = min(heads, max(s.l2_keys / max(kv_len, 1), 1) * s.packs_per_kv);
   const int first = i / (row_blocks * section) * section, rest = i - first * row_blocks;
   const int width = min(section, heads - first);
   row_block = row_blocks - 1 - rest / width;

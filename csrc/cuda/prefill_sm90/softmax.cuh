@@ -12,6 +12,33 @@ struct RowState { float max[2], sum[2]; };
 // How many of a thread's columns 8 j + e (j = 0, 1, ..., e = 0, 1) are below x.
 __device__ __forceinline__ int columns_below(int x) { return min(max(2 * (x >> 3) + min(x & 7, 2), 0), 32); }
 
+// Whether |s| <= limit for all scores of row h that this thread has; not if one is NaN.
+template <int kCount> __device__ __forceinline__ bool within(const float (&s)[kCount], int h, float limit) {
+  int largest = 0;
+  unsigned lowest = 0;  // the bits of a negative number are larger than those of any positive one
+#pragma unroll
+  for (int i = 2 * h; i < kCount; i += 4) {
+    largest = __vimax3_s32(largest, __float_as_int(s[i]), __float_as_int(s[i + 1]));
+    lowest = __vimax3_u32(lowest, __float_as_uint(s[i]), __float_as_uint(s[i + 1]));
+  }
+  return __int_as_float(largest) <= limit && fabsf(__uint_as_float(lowest)) <= limit;
+}
+
+// s -> tanh(multiplier * s). Where scores are far below the cap (`small`, of a whole warp), by a polynomial on the FMA
+// pipe, off by 2.3e-5 relative: the exponentials need the special function unit for themselves.
+template <int kCount> __device__ __forceinline__ void cap_scores(float (&s)[kCount], const Cap& cap, bool small) {
+  if (small) {
+#pragma unroll
+    for (float& x : s) {
+      const float square = x * x;
+      x *= fmaf(fmaf(cap.factor[2], square, cap.factor[1]), square, cap.factor[0]);
+    }
+  } else {
+#pragma unroll
+    for (float& x : s) x = ptx::tanh_approx(x * cap.multiplier);
+  }
+}
+
 // Scores of keys that a row does not see become -inf. keys: of the row, relative to the thread's first column.
 template <int kCount> __device__ __forceinline__ void mask_scores(float (&s)[kCount], int h, Keys keys) {
   static_assert(kCount / 2 <= 32);

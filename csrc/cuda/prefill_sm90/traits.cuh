@@ -97,15 +97,19 @@ struct Schedule {
   int batch, q_len, kv_len, tiles;
   int pack_log2, head_packs, packs_per_kv;  // packs of query heads, in all and of one KV head
   bool descending;                          // row blocks differ in work: the longest first
-  int64_t l2_bytes;                         // keys and values that CTAs at work at the same time should share
+  int l2_keys;                              // of one head, that CTAs at work at the same time should share
   int window_left, window_right;            // kWide: unlimited
 };
 inline constexpr int kWide = (1 << 30) - 2;  // added to a position, it still fits an int
+
+// tanh(multiplier * x), which for |x| <= limit is about factor[0] x + factor[1] x^3 + factor[2] x^5.
+struct Cap { float multiplier, limit, factor[3]; };
 
 // Tensor dimensions of the maps: (column, head in pack, token, pack, batch). So the `pack` query heads of one token are
 // neighbouring rows of a tile, without any copy. Boxes: (64, pack, 64 / pack, 1, 1), of K and V (64, 1, kTileK, 1, 1).
 struct Params {
   CUtensorMap q, k, v, out;
+  int q_batch_step, k_batch_step, v_batch_step;  // 1; 0 where the stride is: all sequences are one
   Schedule schedule;
   uint16_t* out_rows;      // for tiles that end with their sequence inside a packed tensor
   int64_t out_stride[2];   // token, head
@@ -117,8 +121,8 @@ struct Params {
   const float* sinks;
   int64_t sinks_stride;
   bool packed_keys;  // rows past a sequence's end are its neighbour's
-  bool capped;       // kTransform: tanh of the multiplied score
-  float multiplier;  // kTransform: of raw scores
+  bool capped;       // kTransform: scores are capped, else only multiplied by cap.multiplier
+  Cap cap;
   float scale_log2;  // of raw or transformed scores, >= 0
 };
 
