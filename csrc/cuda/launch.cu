@@ -44,7 +44,6 @@ Status query(int32_t device, Device& description) {
   if (!error) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
   if (!error) error = cudaDeviceGetAttribute(&description.sm_count, cudaDevAttrMultiProcessorCount, device);
   if (!error) error = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (!error) error = cudaDeviceGetAttribute(&description.sm_count, cudaDevAttrMultiProcessorCount, device);
   if (error) return failure("a usable GPU", error);
   description.arch = overrides.arch ? overrides.arch : major * 10 + minor;
   description.shared_bytes = shared_bytes;

@@ -20,8 +20,7 @@ struct Overrides {
 
 // What a kernel's configuration is chosen by; the overrides have lowered it.
 struct Device {
-  int arch;  // major * 10 + minor of the compute capability
-  int sm_count;
+  int arch;              // major * 10 + minor of the compute capability
   int64_t shared_bytes;  // that a block can opt in to
   int sm_count;          // multiprocessors
 };
