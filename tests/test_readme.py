@@ -14,9 +14,11 @@ README = (ROOT / "README.md").read_text()
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=["functions", "ops", "caches"])
+@pytest.mark.parametrize("example", EXAMPLES, ids=["functions", "ops", "caches", "transformers"])
 def test_example_runs(example: str, tmp_path: Path) -> None:
     assert len([line for line in example.splitlines() if line.strip()]) <= 16
+    if "transformers" in example:
+        pytest.importorskip("transformers")
     path = tmp_path / "example.py"
     path.write_text(example)
     search = f"import sys; sys.path.append({str(Path(flashq.__file__).parents[1])!r}); "

@@ -150,6 +150,14 @@ class PagedCache:
         return sum(t.nbytes for t in tensors) + sum(t.nbytes for planes in self._planes for t in planes.values())
 
     @property
+    def nbytes_in_use(self) -> int:
+        """Bytes of the pages that sequences hold; the rest of `nbytes` is room."""
+        total = 0
+        for table, planes in zip(self._tables, self._planes, strict=True):
+            total += sum(t[:, 0].nbytes for t in planes.values() if t.shape[1]) * table.pool.in_use
+        return total
+
+    @property
     def pages_in_use(self) -> dict[str, tuple[int, int]]:
         """Pages in use and pages in all, by pool."""
         return {table.name: (table.pool.in_use, len(table.pool.users)) for table in self._tables}

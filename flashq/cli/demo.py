@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 import flashq
+from flashq.cli import demo_model
 from flashq.cli.capture import CAPTURES, Capture, load_capture
 from flashq.cli.demo_caches import EXACT_FIRST, EXACT_LAST, PAGE_SIZE, Cache16, Tbq4Cache
 from flashq.cli.machine import cpu_levels
@@ -266,13 +268,34 @@ def measure_all(device: str) -> list[Layer]:
     return layers
 
 
-def run(*, device: str = "cpu", plot: Path | None = None, json_path: Path | None = None) -> int:
-    """Print the tables and the closing words; 2 where the device, its ops or matplotlib are not there, else 0."""
+def run_layers(console: Console, device: str) -> list[Layer] | None:
+    """Measure and print the captured layers; None where the device lacks an op."""
+    console.print(opening_words(), highlight=False)
+    console.print(cache_kinds())
+    console.print()
+    try:
+        layers = measure_all(device)
+    except RuntimeError as error:
+        if device == "cuda" and str(error).startswith("flashq::"):  # an op that CUDA does not have
+            console.print(f"flashq demo: {error}", style="red", markup=False, soft_wrap=True)
+            return None
+        raise
+    for layer in layers:
+        console.print(make_table(layer))
+        console.print()
+    console.print(closing_words(layers, device_name(device)), markup=False, highlight=False)
+    return layers
+
+
+def run(
+    *, device: str = "cpu", plot: Path | None = None, json_path: Path | None = None, model_only: bool = False
+) -> int:
+    """Print all there is to show; 2 where the device, its ops or a package are not there, else 0."""
     console = Console()
     if device == "cuda" and not torch.cuda.is_available():
         console.print("flashq demo: --device cuda: expected a GPU that torch can use, found none", style="red")
         return 2
-    if plot is not None:
+    if plot is not None and not model_only:
         try:
             from flashq.cli.demo_plot import draw, endings
         except ModuleNotFoundError as error:
@@ -287,25 +310,32 @@ def run(*, device: str = "cpu", plot: Path | None = None, json_path: Path | None
         message = f"flashq demo: FLASHQ_CPU_ISA: expected one of {', '.join(cpu_levels().available)}"
         console.print(message, style="red", markup=False, soft_wrap=True)
         return 2
-    console.print(opening_words(), highlight=False)
-    console.print(cache_kinds())
-    console.print()
-    try:
-        layers = measure_all(device)
-    except RuntimeError as error:
-        if device == "cuda" and str(error).startswith("flashq::"):  # an op that CUDA does not have
-            console.print(f"flashq demo: {error}", style="red", markup=False, soft_wrap=True)
+    layers: list[Layer] = []
+    if not model_only:
+        measured = run_layers(console, device)
+        if measured is None:
             return 2
-        raise
-    for layer in layers:
-        console.print(make_table(layer))
+        layers = measured
         console.print()
-    console.print(closing_words(layers, device_name(device)), markup=False, highlight=False)
+    runs: list[demo_model.Run] = []
+    if model_only or not demo_model.missing():
+        found = demo_model.run(console, device)
+        if found is None:
+            return 2
+        runs = found
+    else:
+        message = f"The same in a whole language model: {demo_model.INSTALL}, then python -m flashq demo --model"
+        console.print(message, markup=False, highlight=False)
     if json_path is not None:
-        facts = {"flashq": flashq.__version__, "torch": torch.__version__, "device": device_name(device)}
-        json_path.write_text(json.dumps({**facts, "layers": [asdict(layer) for layer in layers]}, indent=1) + "\n")
+        facts: dict[str, Any] = {
+            "flashq": flashq.__version__,
+            "torch": torch.__version__,
+            "device": device_name(device),
+        }
+        facts["layers"], facts["model"] = ([asdict(item) for item in items] for items in (layers, runs))
+        json_path.write_text(json.dumps(facts, indent=1) + "\n")
         print(f"figures: {json_path}", file=sys.stderr)
-    if plot is not None:
+    if plot is not None and layers:
         draw(layers, plot)
         print(f"plot: {plot}", file=sys.stderr)
     return 0

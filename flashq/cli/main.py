@@ -21,6 +21,11 @@ def build_parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo", help="error, size and speed of the 16-bit and 4-bit caches on keys and values of real models"
     )
+    demo.add_argument(
+        "--model",
+        action="store_true",
+        help="only the language model, which runs by default where its weights are installed",
+    )
     demo.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     demo.add_argument(
         "--plot", type=output_file, metavar="FILE.png", help="draw the figures, in any format that matplotlib writes"
@@ -31,7 +36,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code: 0, 1 where a self-test failed, 2 where something needed is not there."""
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    options = parser.parse_args(arguments)
     if options.command == "info":
         from flashq.cli import info
 
@@ -40,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from flashq.cli import selftest
 
         return selftest.run(json_path=options.json)
+    if options.model and options.plot:
+        parser.error("--plot draws the layers, which --model leaves out")
     from flashq.cli import demo
 
-    return demo.run(device=options.device, plot=options.plot, json_path=options.json)
+    return demo.run(device=options.device, plot=options.plot, json_path=options.json, model_only=options.model)

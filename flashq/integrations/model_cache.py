@@ -128,6 +128,7 @@ class ModelCache(Cache):
     Args:
         config: the model's.
         max_length: tokens a row to make room for at once.
+        dtype: of keys and values, and of attention; None: the model's.
         options: of the flashq cache: page_size, slack, max_chunk and so on. With num_pages it does not grow.
 
     Raises:
@@ -137,15 +138,17 @@ class ModelCache(Cache):
     attention: str
     kind: type[PagedCache]
 
-    def __init__(self, config: PreTrainedConfig, *, max_length: int = 0, **options: Any) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, *, max_length: int = 0, dtype: torch.dtype | None = None, **options: Any
+    ) -> None:
         self.windows = layer_windows(config, type(self).__name__)
         super().__init__(layers=[_Layer(self, i, window != -1) for i, window in enumerate(self.windows)])
         self.paged: PagedCache | None = None
         """The flashq cache; None before the first forward pass."""
         self.rows: list[int] = []
         """Its sequence of every row of the batch."""
-        self._options = {"max_chunk": 512, **options}
-        self._max_length = max_length
+        self._options = {"max_chunk": 256, **options}
+        self._max_length, self._dtype = max_length, dtype
         self._kv_start: list[int] = []
         self._step: Step | None = None
         self._missing: set[int] = set()  # layers that have not stored the step's tokens yet
@@ -167,9 +170,10 @@ class ModelCache(Cache):
         if layer not in self._missing:
             self._step = self._begin(k, mask)
             self._missing = set(range(len(self.windows)))
+        q, k, v, model_dtype = *(x.to(self.paged.dtype) for x in (q, k, v)), q.dtype
         out, _ = self._step.attend(layer, q, k, v, scale=scale, sinks=sinks, softcap=softcap)
         self._missing.remove(layer)
-        return out
+        return out.to(model_dtype)
 
     def _begin(self, k: Tensor, mask: Mask) -> Step:
         """Room for the tokens of a forward pass, in every row."""
@@ -189,8 +193,8 @@ class ModelCache(Cache):
             pages = batch * -(-tokens // self._options.get("page_size", 64))
             self.paged = self.kind(
                 len(self.windows), kv_heads, head_dim,
-                **{"num_pages": pages, "max_sequences": batch, "window_left": self.windows, "dtype": k.dtype,
-                   "device": k.device, **self._options},
+                **{"num_pages": pages, "max_sequences": batch, "window_left": self.windows, "device": k.device,
+                   "dtype": self._dtype or k.dtype, **self._options},
             )  # fmt: skip
         if not self.rows:
             self._reserve(max_sequences=batch)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flashq
-from flashq.cli import demo, demo_caches, main
+from flashq.cli import demo, demo_caches, demo_model, main
 from flashq.cli.capture import CAPTURES, Capture, load_capture
 from flashq.cli.demo import CACHES, EXACT, FULL, OFFSETS, PLAIN, PREFILL, Layer, generate, relative_error
 from flashq.tbq4 import page_offsets
@@ -22,6 +22,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's part of the demo has tests of its own."""
+    monkeypatch.setattr(demo_model, "missing", lambda: ["transformers"])
 
 
 def capture_in(name: str, dtype: torch.dtype) -> Capture:
