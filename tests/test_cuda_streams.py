@@ -225,7 +225,7 @@ def large_page_offsets() -> Large:
     for name in ("k_codes", "k_norms", "k_offsets"):
         large[name] = torch.zeros(pages, *small[name].shape[1:], dtype=small[name].dtype, device="cuda")
         large[name][-2:] = small[name]
-    return large, small, lambda results: (results[0][-1:],)
+    return large, small, lambda results: (results[0][-2:],)
 
 
 LARGE: dict[str, Callable[[], Large]] = {

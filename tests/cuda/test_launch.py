@@ -64,6 +64,7 @@ def test_a_bad_override_is_an_error_of_every_op(variable: str) -> None:
 
 @pytest.mark.cuda
 def test_overrides_lower_what_configurations_are_chosen_by() -> None:
+    pytest.importorskip("flashq._C", reason="flashq._C was built for another Python", exc_type=ImportError)
     code = """
         import flashq._C
         gpu = flashq._C.gpus()[0]
