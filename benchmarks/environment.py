@@ -75,16 +75,17 @@ def describe_gpu() -> Environment:
 
 
 def describe_environment() -> Environment:
-    """Facts for the header. `dirty`: tracked files differ from the commit; None outside a git checkout.
+    """Facts for the header. `dirty`: tracked files differ from the commit; None where git does not know.
 
-    There, on a machine that got a copy of the tree, FLASHQ_COMMIT names the commit of the copy.
+    On a machine that got a copy of the tree, FLASHQ_COMMIT names the commit of the copy, whatever git says there.
     """
-    status = _git("status", "--porcelain", "--untracked-files=no")
+    commit = os.environ.get("FLASHQ_COMMIT")
+    status = None if commit else _git("status", "--porcelain", "--untracked-files=no")
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": "python -m benchmarks " + shlex.join(sys.argv[1:]),
         "flashq": flashq.__version__,
-        "commit": _git("rev-parse", "--short=12", "HEAD") or os.environ.get("FLASHQ_COMMIT"),
+        "commit": commit or _git("rev-parse", "--short=12", "HEAD"),
         "dirty": None if status is None else bool(status),
         "torch": torch.__version__,
         "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import cpu, probes
 from benchmarks.__main__ import main
+from benchmarks.environment import describe_environment
 from benchmarks.measure import Case
 from flashq.cli import machine
 
@@ -90,3 +91,9 @@ def test_contenders_answer_the_same_question(case: Case) -> None:
         other = other.float().reshape(own.shape)  # one query: the axes of (B, Hq, 1, D) and (B, Hkv, G, D) are in order
         error = ((own - other).norm() / other.norm()).item()
         assert error < (0.2 if case.suite == "tbq4" else 0.01), name
+
+
+def test_a_copy_of_the_tree_is_named_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHQ_COMMIT", "0123abc")
+    environment = describe_environment()
+    assert (environment["commit"], environment["dirty"]) == ("0123abc", None)
