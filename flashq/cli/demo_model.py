@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import os
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -65,16 +68,16 @@ def missing() -> list[str]:
 def load() -> tuple[Any, Any]:
     """Tokenizer and model, SmolLM2-135M-Instruct in fp32, from the file in the package of its weights."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")  # the demo has a bar of its own
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     folder = importlib.util.find_spec(WEIGHTS_PACKAGE).submodule_search_locations[0]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=WEIGHTS_FILE)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=WEIGHTS_FILE, dtype=torch.float32, attn_implementation="eager"
-    )
+    with contextlib.redirect_stderr(io.StringIO()):  # a bar that no option turns off; the demo has one of its own
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=WEIGHTS_FILE)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=WEIGHTS_FILE, dtype=torch.float32, attn_implementation="eager"
+        )
     return tokenizer, model.eval()
 
 
@@ -230,7 +233,7 @@ def run(console: Console, device: str = "cpu") -> list[Run] | None:
     console.print(opening_words(), highlight=False)
     console.print()
     runs: list[Run] = []
-    with torch.inference_mode(), progress_bar(Console(stderr=True)) as progress:
+    with torch.inference_mode(), progress_bar(Console(file=sys.stderr)) as progress:
         task = progress.add_task("", total=1 + len(CACHES))
         for figures in measure(device, report=lambda text: progress.update(task, description=text)):
             runs.append(figures)

@@ -36,7 +36,7 @@ def test_distances() -> None:
 
 @pytest.mark.slow
 @needs_weights
-def test_the_model_shows_what_the_caches_do() -> None:
+def test_the_model_shows_what_the_caches_do(capsys: pytest.CaptureFixture[str]) -> None:
     messages: list[str] = []
     with torch.inference_mode():
         eager, full, tbq4, plain = demo_model.measure(new_tokens=8, report=messages.append)
@@ -54,6 +54,7 @@ def test_the_model_shows_what_the_caches_do() -> None:
     assert eager.cache_bytes == 30 * 2 * 3 * 64 * 4 * eager.cache_tokens
     assert all(run.cache_tokens == 1140 + 8 for run in (eager, full, tbq4, plain))
     assert f"{TBQ4}: writing, 8 of 8 tokens" in messages
+    assert capsys.readouterr() == ("", "")  # nothing of Transformers' own bars and warnings
 
 
 def test_what_it_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
