@@ -176,9 +176,12 @@ class PagedCache:
         return self._new("alloc", kv_start)
 
     def pad(self, sequence: int, kv_start: int) -> None:
-        """Set `kv_start` of a sequence that consists of padding so far. Raises ValueError where it does not."""
+        """Raise `kv_start` of a sequence that consists of padding so far. Raises ValueError where it does not, and for
+        a lower one: pages of padding were not kept."""
         state = self._find("pad", sequence)
-        if state.length > min(state.kv_start, kv_start):
+        if kv_start < state.kv_start:
+            self._refuse("pad", "kv_start", f"at least the present {state.kv_start}", kv_start)
+        if state.length > state.kv_start:
             self._refuse("pad", "kv_start", f"at least {state.length}, of tokens that are all padding", kv_start)
         state.kv_start = kv_start
 

@@ -55,4 +55,6 @@ def test_padding_that_comes_in_parts(kind: str) -> None:
         outs.append(out[:, -1])
         with pytest.raises(ValueError, match="kv_start: expected at least 45"):
             cache.pad(sequence, 20)
+        with pytest.raises(ValueError, match="kv_start: expected at least the present 20, got 19"):
+            cache.pad(sequence, 19)
     torch.testing.assert_close(outs[0], outs[1], rtol=1e-5, atol=1e-5)

@@ -42,7 +42,7 @@ template <class C> __global__ void __launch_bounds__(C::kThreads, 1) prefill_ker
 }
 
 constexpr double kFewProducts = 1e10;  // some 60 us
-constexpr int kL2Section = 32 << 20;   // bytes; more of the 50 MB leave no room for Q and O
+constexpr int kL2Section = 32 << 20;   // bytes; more of an H200's 60 MiB of L2 leave no room for Q and O
 
 // Query heads of one KV head that a tile takes together: a power of two, because row -> token is a shift.
 int64_t pack_of(const QueryView& q) {
