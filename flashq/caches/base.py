@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashq.caches import files, grow
-from flashq.caches.pages import CacheFullError, Journal, PageTable, Sequence, all_or_nothing
+from flashq.caches.pages import CacheFullError, Journal, PageTable, Sequence, all_or_nothing, count_pages
 from flashq.caches.step import Chunk, Step
 
 STABLE_TOKENS = 16  # a sequence, of the steps that use preallocated slots
@@ -96,13 +96,14 @@ class PagedCache:
         where = type(self).__name__ + (f".{method}" if method else "")
         raise ValueError(f"flashq.{where}: {argument}: expected {expected}, got {got}")
 
-    def _pages_of(self, recent: int, page_size: int) -> int:
-        """Pages that are always enough where a sequence keeps `recent` tokens: slack, both ends and a chunk on top."""
-        a_sequence = -(-(recent + self.slack) // page_size) + 2
-        return self.max_sequences * a_sequence + -(-self.max_chunk // page_size)
+    def _pages_of(self, recent: int, page_size: int, first: int | None = None) -> int:
+        """Pages always enough for a sequence's `recent` and `first` tokens: slack, both ends, a chunk on top."""
+        pinned = 0 if first is None else count_pages(first + page_size - 1, page_size)
+        a_sequence = count_pages(recent + self.slack, page_size) + 2 + pinned
+        return self.max_sequences * a_sequence + count_pages(self.max_chunk, page_size)
 
     def _add_table(self, name: str, page_size: int, num_pages: int, reach: int | None, first: int = 0) -> None:
-        width = -(-self.max_length // page_size)
+        width = count_pages(self.max_length, page_size)
         self._tables.append(
             PageTable(type(self).__name__, name, page_size, num_pages, self.max_sequences, width, reach=reach,
                       slack=self.slack, first=first)
@@ -409,7 +410,7 @@ class PagedCache:
 
         tables, slots = [], []
         for table, block_table, slot in zip(self._tables, self._block_tables, self._slots, strict=True):
-            used = -(-int(lengths.max(initial=0)) // table.page_size)
+            used = count_pages(int(lengths.max(initial=0)), table.page_size)
             tables.append(place(table.pages[rows, :used], block_table))
             if appends:
                 pages = table.pages[rows[owner], position // table.page_size].astype(np.int64)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashq.caches.pages import CacheFullError, Sequence, all_or_nothing
+from flashq.caches.pages import CacheFullError, Sequence, all_or_nothing, count_pages
 
 if TYPE_CHECKING:
     from flashq.caches.base import PagedCache
@@ -70,7 +70,7 @@ def save(cache: PagedCache, path: str | os.PathLike[str], handles: SequenceOf[in
     }
     longest = max((state.length for state in states), default=0)
     for i, (table, planes) in enumerate(zip(cache._tables, cache._planes, strict=True)):
-        named = table.pages[rows, : -(-longest // table.page_size)]
+        named = table.pages[rows, : count_pages(longest, table.page_size)]
         pages = np.unique(named[named >= 0])
         tensors[f"{i}.table"] = torch.from_numpy(
             np.where(named < 0, -1, np.searchsorted(pages, named)).astype(np.int32)
@@ -130,7 +130,7 @@ def _is_complete(cache: PagedCache, tensors: dict[str, Tensor]) -> bool:
     count, longest = lengths.numel(), int(lengths.max()) if lengths.numel() else 0
     expected = {"length": ((count,), torch.int64), "kv_start": ((count,), torch.int64)}
     for i, (table, planes) in enumerate(zip(cache._tables, cache._planes, strict=True)):
-        width = -(-longest // table.page_size)
+        width = count_pages(longest, table.page_size)
         expected[f"{i}.table"] = ((count, width), torch.int32)
         expected[f"{i}.trimmed"] = ((count,), torch.int64)
         named = tensors.get(f"{i}.table", lengths)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from flashq.caches.pages import count_pages
+
 if TYPE_CHECKING:
     from flashq.caches.base import PagedCache
 
@@ -18,13 +20,12 @@ def reserve(cache: PagedCache, num_pages: int, max_sequences: int, max_length: i
     for index, (table, planes) in enumerate(zip(cache._tables, cache._planes, strict=True)):
         pages = cache.num_pages
         if table.reach is not None:  # a window, or exact tokens: what all sequences together can need
-            pages = cache._pages_of(table.reach + 1, table.page_size)
-            pages += cache.max_sequences * -(-(table.first + table.page_size - 1) // table.page_size)
+            pages = cache._pages_of(table.reach + 1, table.page_size, table.first)
             if index != cache._exact_table:
                 pages = min(pages, cache.num_pages)
         held = len(table.pool.users)
         pages = max(pages, held)
-        table.resize(pages, cache.max_sequences, -(-cache.max_length // table.page_size))
+        table.resize(pages, cache.max_sequences, count_pages(cache.max_length, table.page_size))
         for name, plane in planes.items() if pages > held else ():
             planes[name] = cache._zeros(plane.shape[0], pages, *plane.shape[2:], dtype=plane.dtype)
             planes[name][:, :held] = plane

@@ -105,8 +105,7 @@ class TBQ4Cache(PagedCache):
         if exact_first or exact_last:
             self._exact_table = len(self._tables)
             if exact_pages is None:
-                exact_pages = self._pages_of(exact_last, EXACT_PAGE_SIZE)
-                exact_pages += self.max_sequences * -(-(exact_first + EXACT_PAGE_SIZE - 1) // EXACT_PAGE_SIZE)
+                exact_pages = self._pages_of(exact_last, EXACT_PAGE_SIZE, exact_first)
             self._add_table("exact pages", EXACT_PAGE_SIZE, exact_pages, exact_last - 1, exact_first)
             shape = (num_layers, exact_pages, EXACT_PAGE_SIZE, kv_heads, head_dim)
             self._planes.append({x: self._zeros(*shape, dtype=self.dtype) for x in ("exact_k", "exact_v")})

@@ -14,6 +14,11 @@ class CacheFullError(RuntimeError):
     """A cache has no room for what was asked: too few free pages, sequences or positions. It is left as it was."""
 
 
+def count_pages(tokens: int, page_size: int) -> int:
+    """Pages that hold so many tokens, the last perhaps in part."""
+    return -(-tokens // page_size)
+
+
 Journal = list[tuple[Callable[..., Any], tuple[Any, ...]]]
 """How to undo what was done so far: calls to make in reverse order."""
 
@@ -185,8 +190,8 @@ class PageTable:
 
     def extend(self, sequence: Sequence, count: int, journal: Journal) -> None:
         """Take pages for `count` more tokens; none for padding, and none for a page whose first tokens are gone."""
-        begin = max(-(-sequence.length // self.page_size), sequence.kv_start // self.page_size)
-        for index in range(begin, -(-(sequence.length + count) // self.page_size)):
+        begin = max(count_pages(sequence.length, self.page_size), sequence.kv_start // self.page_size)
+        for index in range(begin, count_pages(sequence.length + count, self.page_size)):
             if self.reach == -1 and not self.is_pinned(sequence, index):
                 continue
             self._put(sequence.row, index, self._take(journal), journal)
@@ -200,8 +205,8 @@ class PageTable:
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Release the pages from token `length` on."""
-        keep = -(-length // self.page_size)
-        for index in range(keep, -(-sequence.length // self.page_size)):
+        keep = count_pages(length, self.page_size)
+        for index in range(keep, count_pages(sequence.length, self.page_size)):
             self._drop(sequence.row, index, [])
         self.trimmed[sequence.row] = min(self.trimmed[sequence.row], keep)
 
@@ -220,5 +225,5 @@ class PageTable:
 
     def held(self, sequence: Sequence) -> np.ndarray:
         """The pages of a sequence, in order."""
-        row = self.pages[sequence.row, : -(-sequence.length // self.page_size)]
+        row = self.pages[sequence.row, : count_pages(sequence.length, self.page_size)]
         return row[row >= 0]

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from flashq.caches import CacheFullError, PagedCache, PagedKVCache, Step, TBQ4Cache
+from flashq.caches.pages import count_pages
 
 ROOM = 256  # tokens a row beyond those that are needed, when a cache is made or gets larger
 
@@ -190,7 +191,7 @@ class ModelCache(Cache):
                 self._refuse("attention_mask", f"padding as before, {old} tokens in a row", start)
         if self.paged is None:
             tokens = max(self._max_length, count + ROOM)
-            pages = batch * -(-tokens // self._options.get("page_size", 64))
+            pages = batch * count_pages(tokens, self._options.get("page_size", 64))
             self.paged = self.kind(
                 len(self.windows), kv_heads, head_dim,
                 **{"num_pages": pages, "max_sequences": batch, "window_left": self.windows, "device": k.device,
@@ -209,7 +210,7 @@ class ModelCache(Cache):
             if "num_pages" in self._options:
                 raise
         tokens = max(length + count + ROOM, length * 3 // 2)
-        self._reserve(num_pages=batch * -(-tokens // self.paged.page_size), max_length=tokens)
+        self._reserve(num_pages=batch * count_pages(tokens, self.paged.page_size), max_length=tokens)
         return self.paged.extend(self.rows, count)
 
     def _reserve(self, **sizes: int) -> None:
