@@ -19,6 +19,13 @@ struct IndexView {
   }
 };
 
+// Tokens of so many pages. Tables and caches of zero strides can name more than there are numbers: then 2^62, beyond
+// any length and far from overflow.
+FLASHQ_HD int64_t capacity_of(int64_t pages, int64_t page_size) {
+  constexpr int64_t kMost = int64_t{1} << 62;
+  return page_size > 0 && pages > kMost / page_size ? kMost : pages * page_size;
+}
+
 // q, out and lse of an attention op. Token t of sequence b is at batch * b + token * t; with cu_seqlens_q the batch
 // stride is 0 and t counts packed tokens.
 struct QueryView {

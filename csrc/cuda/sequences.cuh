@@ -10,9 +10,7 @@ namespace flashq::cuda {
 
 // Tokens that a sequence of a cache has room for.
 FLASHQ_HD int64_t kv_capacity(const KvView& kv) {
-  if (!kv.block_table.given()) return kv.page_size;
-  constexpr int64_t kMost = int64_t{1} << 62;
-  return kv.page_size > 0 && kv.max_pages > kMost / kv.page_size ? kMost : kv.max_pages * kv.page_size;
+  return kv.block_table.given() ? capacity_of(kv.max_pages, kv.page_size) : kv.page_size;
 }
 
 FLASHQ_HD int64_t clamp(int64_t x, int64_t least, int64_t most) { return max_of(least, min_of(x, most)); }

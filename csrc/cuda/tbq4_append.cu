@@ -12,8 +12,6 @@
 namespace flashq::cuda {
 namespace {
 
-constexpr int kThreads = 128;
-
 // Keys, or values.
 struct Half {
   const void* from;
@@ -70,16 +68,15 @@ __device__ __forceinline__ const uint16_t* offset_of(const AppendParams& p, cons
 }
 
 // For few tokens. blockIdx.y: keys, values.
-template <class T, int kWidth, bool kVector> __global__ void __launch_bounds__(kThreads)
+template <class T, int kWidth, bool kVector> __global__ void __launch_bounds__(BlockLanes<kWidth>::kThreads)
     append_kernel(const __grid_constant__ AppendParams p) {
   using Lanes = BlockLanes<kWidth>;
-  constexpr int kValues = Lanes::kValues, kBlocks = kThreads / Lanes::kLanes;
+  constexpr int kValues = Lanes::kValues;
   const Lanes lanes;
   const bool is_key = blockIdx.y == 0;
   const Half& half = p.halves[blockIdx.y];
   const int column = lanes.lane() * kValues;
-  for (int64_t first = int64_t{blockIdx.x} * kBlocks; first < p.blocks; first += int64_t{gridDim.x} * kBlocks) {
-    const int64_t index = first + static_cast<int>(threadIdx.x) / Lanes::kLanes;
+  Lanes::for_each_block(p.blocks, [&](int64_t index) {
     float x[kValues] = {};
     int64_t target = -1;
     if (index < p.blocks) {
@@ -99,7 +96,7 @@ template <class T, int kWidth, bool kVector> __global__ void __launch_bounds__(k
       store_codes<kVector>(half.codes + target * (kWidth / 2) + column / 2, codes);
       if (lanes.lane() == 0) half.norms[target] = norm;
     }
-  }
+  });
 }
 
 // For many tokens: all groups of keys, then all of values.
@@ -197,9 +194,9 @@ Status tbq4_append(const Tbq4AppendParams& p, const Launch& launch) {
                                            : append_in_bulk<T, kWidth, false>(params, device, launch);
         if (done) return;
       }
-      constexpr int kBlocks = kThreads / BlockLanes<kWidth>::kLanes;
-      const dim3 grid(static_cast<unsigned>(min_of<int64_t>(ceil_div(params.blocks, kBlocks), INT32_MAX)), 2);
-      append_kernel<T, kWidth, aligned.value != 0><<<grid, kThreads, 0, stream>>>(params);
+      using Lanes = BlockLanes<kWidth>;
+      const dim3 grid(Lanes::grid_of(params.blocks), 2);
+      append_kernel<T, kWidth, aligned.value != 0><<<grid, Lanes::kThreads, 0, stream>>>(params);
     });
   });
   return launch_status();

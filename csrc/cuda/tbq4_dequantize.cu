@@ -12,8 +12,6 @@
 namespace flashq::cuda {
 namespace {
 
-constexpr int kThreads = 128;
-
 struct DequantizeParams {
   Rows codes, norms;
   void* out;
@@ -29,13 +27,12 @@ struct DequantizeParams {
 };
 
 // For few blocks.
-template <class T, int kWidth, bool kVector> __global__ void __launch_bounds__(kThreads)
+template <class T, int kWidth, bool kVector> __global__ void __launch_bounds__(BlockLanes<kWidth>::kThreads)
     dequantize_kernel(const __grid_constant__ DequantizeParams p) {
   using Lanes = BlockLanes<kWidth>;
-  constexpr int kValues = Lanes::kValues, kBlocks = kThreads / Lanes::kLanes;
+  constexpr int kValues = Lanes::kValues;
   const Lanes lanes;
-  for (int64_t first = int64_t{blockIdx.x} * kBlocks; first < p.blocks; first += int64_t{gridDim.x} * kBlocks) {
-    const int64_t block = first + static_cast<int>(threadIdx.x) / Lanes::kLanes;
+  Lanes::for_each_block(p.blocks, [&](int64_t block) {
     uint32_t codes = 0;
     uint16_t norm = 0;
     if (block < p.blocks) {
@@ -47,7 +44,7 @@ template <class T, int kWidth, bool kVector> __global__ void __launch_bounds__(k
     lanes.decode(codes, norm, x);
     if (block < p.blocks)
       store_values<T>(x, static_cast<typename T::Storage*>(p.out) + block * kWidth + lanes.lane() * kValues);
-  }
+  });
 }
 
 template <class T, int kBlockWidth> struct BulkDecodePlan {
@@ -149,9 +146,9 @@ Status tbq4_dequantize(const Tbq4DequantizeParams& p, const Launch& launch) {
         const DecodeJob<T, kWidth> job{params, groups};
         if (groups > 0 && launch_bulk<bulk_decode_kernel<T, kWidth>>(job, device, launch)) return;
       }
-      constexpr int kBlocks = kThreads / BlockLanes<kWidth>::kLanes;
-      const auto grid = static_cast<unsigned>(min_of<int64_t>(ceil_div(params.blocks, kBlocks), INT32_MAX));
-      dequantize_kernel<T, kWidth, aligned.value != 0><<<grid, kThreads, 0, stream>>>(params);
+      using Lanes = BlockLanes<kWidth>;
+      dequantize_kernel<T, kWidth, aligned.value != 0>
+          <<<Lanes::grid_of(params.blocks), Lanes::kThreads, 0, stream>>>(params);
     });
   });
   return launch_status();

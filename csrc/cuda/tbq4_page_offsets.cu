@@ -27,9 +27,7 @@ template <class T, int kWidth, bool kVector> class OffsetBlock {
   };
 
   __device__ OffsetBlock(const PageOffsetsParams& p, Shared& shared) : p_(p), shared_(shared) {
-    constexpr int64_t kMost = int64_t{1} << 62;
-    const int64_t capacity = p.max_pages > kMost / p.page_size ? kMost : p.max_pages * p.page_size;
-    const int64_t length = clamp(p.seqlens(sequence_), 0, capacity);
+    const int64_t length = clamp(p.seqlens(sequence_), 0, capacity_of(p.max_pages, p.page_size));
     first_row_ = clamp(p.cu_seqlens(sequence_), 0, p.tokens);
     const int64_t added = clamp(p.cu_seqlens(sequence_ + 1), first_row_, p.tokens) - first_row_;
     rule_ = {length - min_of(added, length), length, p.kv_start.given() ? clamp(p.kv_start(sequence_), 0, length) : 0,

@@ -11,8 +11,6 @@
 namespace flashq::cuda {
 namespace {
 
-constexpr int kThreads = 128;
-
 struct QuantizeParams {
   Rows x;
   uint8_t* codes;
@@ -21,13 +19,12 @@ struct QuantizeParams {
   int row_blocks;
 };
 
-template <class T, int kWidth, bool kVector> __global__ void __launch_bounds__(kThreads)
+template <class T, int kWidth, bool kVector> __global__ void __launch_bounds__(BlockLanes<kWidth>::kThreads)
     quantize_kernel(const __grid_constant__ QuantizeParams p) {
   using Lanes = BlockLanes<kWidth>;
-  constexpr int kValues = Lanes::kValues, kBlocks = kThreads / Lanes::kLanes;
+  constexpr int kValues = Lanes::kValues;
   const Lanes lanes;
-  for (int64_t first = int64_t{blockIdx.x} * kBlocks; first < p.blocks; first += int64_t{gridDim.x} * kBlocks) {
-    const int64_t block = first + static_cast<int>(threadIdx.x) / Lanes::kLanes;
+  Lanes::for_each_block(p.blocks, [&](int64_t block) {
     float x[kValues] = {};
     if (block < p.blocks) {
       const BlockPlace place = place_of<kWidth>(block, p.row_blocks);
@@ -39,7 +36,7 @@ template <class T, int kWidth, bool kVector> __global__ void __launch_bounds__(k
       store_codes<true>(p.codes + block * (kWidth / 2) + lanes.lane() * (kValues / 2), codes);
       if (lanes.lane() == 0) p.norms[block] = norm;
     }
-  }
+  });
 }
 
 template <class T, int kBlockWidth> struct QuantizeJob : QuantizeParams {
@@ -84,9 +81,9 @@ Status tbq4_quantize(const Tbq4QuantizeParams& p, const Launch& launch) {
             groups > 0 && launch_bulk<bulk_encode_kernel<Job>>(Job{params, groups}, device, launch))
           return;
       }
-      constexpr int kBlocks = kThreads / BlockLanes<kWidth>::kLanes;
-      const auto grid = static_cast<unsigned>(min_of<int64_t>(ceil_div(params.blocks, kBlocks), INT32_MAX));
-      quantize_kernel<T, kWidth, aligned.value != 0><<<grid, kThreads, 0, stream>>>(params);
+      using Lanes = BlockLanes<kWidth>;
+      quantize_kernel<T, kWidth, aligned.value != 0>
+          <<<Lanes::grid_of(params.blocks), Lanes::kThreads, 0, stream>>>(params);
     });
   });
   return launch_status();

@@ -9,8 +9,6 @@
 namespace flashq::cuda {
 namespace {
 
-constexpr int kThreads = 128;
-
 struct RotateParams {
   Rows x;
   void* out;
@@ -18,14 +16,13 @@ struct RotateParams {
   int row_blocks;
 };
 
-template <class T, int kWidth, bool kVector, bool kInverse> __global__ void __launch_bounds__(kThreads)
-    rotate_kernel(const __grid_constant__ RotateParams p) {
+template <class T, int kWidth, bool kVector, bool kInverse> __global__ void __launch_bounds__(
+    BlockLanes<kWidth>::kThreads) rotate_kernel(const __grid_constant__ RotateParams p) {
   using Lanes = BlockLanes<kWidth>;
   using Storage = typename T::Storage;
-  constexpr int kValues = Lanes::kValues, kBlocks = kThreads / Lanes::kLanes;
+  constexpr int kValues = Lanes::kValues;
   const Lanes lanes;
-  for (int64_t first = int64_t{blockIdx.x} * kBlocks; first < p.blocks; first += int64_t{gridDim.x} * kBlocks) {
-    const int64_t block = first + static_cast<int>(threadIdx.x) / Lanes::kLanes;
+  Lanes::for_each_block(p.blocks, [&](int64_t block) {
     float x[kValues] = {};
     if (block < p.blocks) {
       const BlockPlace place = place_of<kWidth>(block, p.row_blocks);
@@ -33,7 +30,7 @@ template <class T, int kWidth, bool kVector, bool kInverse> __global__ void __la
     }
     lanes.template rotate<kInverse>(x);
     if (block < p.blocks) store_values<T>(x, static_cast<Storage*>(p.out) + block * kWidth + lanes.lane() * kValues);
-  }
+  });
 }
 
 }  // namespace
@@ -46,15 +43,16 @@ Status tbq4_rotate(const Tbq4RotateParams& p, const Launch& launch) {
     using T = decltype(t);
     const Rows rows(p.x, sizeof(typename T::Storage));
     with_width(p.x.head_dim, rows.aligned(kVectorBytes), [&](auto width, auto aligned) {
-      constexpr int kBlocks = kThreads / BlockLanes<width.value>::kLanes;
+      using Lanes = BlockLanes<width.value>;
       const int row_blocks = static_cast<int>(p.x.head_dim) / width.value;
       const RotateParams params{rows, p.out, p.x.rows * row_blocks, row_blocks};
-      const auto grid = static_cast<unsigned>(min_of<int64_t>(ceil_div(params.blocks, kBlocks), INT32_MAX));
       constexpr bool kVector = aligned.value != 0;
       if (p.inverse)
-        rotate_kernel<T, width.value, kVector, true><<<grid, kThreads, 0, stream>>>(params);
+        rotate_kernel<T, width.value, kVector, true>
+            <<<Lanes::grid_of(params.blocks), Lanes::kThreads, 0, stream>>>(params);
       else
-        rotate_kernel<T, width.value, kVector, false><<<grid, kThreads, 0, stream>>>(params);
+        rotate_kernel<T, width.value, kVector, false>
+            <<<Lanes::grid_of(params.blocks), Lanes::kThreads, 0, stream>>>(params);
     });
   });
   return launch_status();

@@ -147,12 +147,6 @@ void expect_at_least(const Op& op, const char* argument, int64_t value, int64_t 
   if (value < least) op.refuse(argument, "at least " + std::to_string(least), std::to_string(value));
 }
 
-int64_t capacity_of(int64_t pages, int64_t page_size) {
-  constexpr int64_t kMost = int64_t{1} << 62;
-  int64_t tokens;
-  return __builtin_mul_overflow(pages, page_size, &tokens) ? kMost : min_of(tokens, kMost);
-}
-
 IndexView index_view(const Op& op, const char* argument, const Tensor& t, Shape shape, const char* other_name,
                      const Tensor& other) {
   expect_dtype(op, argument, t, {ScalarType::Int, ScalarType::Long});

@@ -64,10 +64,6 @@ void expect_tbq4_head_dim(const Op& op, const char* argument, int64_t head_dim);
 void expect_head_groups(const Op& op, int64_t q_heads, const char* kv_argument, int64_t kv_heads);
 void expect_at_least(const Op& op, const char* argument, int64_t value, int64_t least);
 
-// Tokens of so many pages. Tables and caches of zero strides can name more than there are numbers: then 2^62, beyond
-// any length and far from overflow.
-[[nodiscard]] int64_t capacity_of(int64_t pages, int64_t page_size);
-
 // int32 or int64, on the other tensor's device, any strides.
 [[nodiscard]] IndexView index_view(const Op& op, const char* argument, const Tensor& t, Shape shape,
                                    const char* other_name, const Tensor& other);

@@ -17,8 +17,10 @@ __constant__ constexpr tbq4::Table<float, tbq4::kLevels> kDeviceCentroids[2] = {
 
 template <int kWidth> class BlockLanes {
  public:
-  static constexpr int kValues = 8;  // a lane's: one 16-byte load of 16-bit values, one 4-byte store of codes
+  static constexpr int kThreads = 128;  // of the kernels that call for_each_block
+  static constexpr int kValues = 8;     // a lane's: one 16-byte load of 16-bit values, one 4-byte store of codes
   static constexpr int kLanes = kWidth / kValues;
+  static constexpr int kBlocks = kThreads / kLanes;  // at a time
   static_assert(kLanes <= 32);
 
   __device__ __forceinline__ BlockLanes() : lane_(static_cast<int>(threadIdx.x) % kLanes) {
@@ -28,6 +30,18 @@ template <int kWidth> class BlockLanes {
   }
 
   __device__ __forceinline__ int lane() const { return lane_; }
+
+  // Calls function(block) with this lane's blocks, one after the other; all lanes as often, so numbers from `blocks` on
+  // are no blocks.
+  template <class Function> static __device__ __forceinline__ void for_each_block(int64_t blocks,
+                                                                                  const Function& function) {
+    for (int64_t first = int64_t{blockIdx.x} * kBlocks; first < blocks; first += int64_t{gridDim.x} * kBlocks)
+      function(first + static_cast<int>(threadIdx.x) / kLanes);
+  }
+  // The grid that for_each_block is made for.
+  static unsigned grid_of(int64_t blocks) {
+    return static_cast<unsigned>(min_of<int64_t>(ceil_div(blocks, kBlocks), INT32_MAX));
+  }
 
   template <tbq4::Sign kSign> __device__ __forceinline__ void flip(float (&v)[kValues]) const {
     const uint32_t bits = kSign == tbq4::Sign::kIn ? in_ : out_;
