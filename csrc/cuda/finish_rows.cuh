@@ -1,5 +1,6 @@
 // From accumulators to out and lse: sinks, rows that see nothing, rows that see one key.
 #pragma once
+#include "cuda/finish_row.cuh"
 #include "cuda/kv_rows.cuh"
 #include "cuda/kv_splits.cuh"
 #include "cuda/ptx/mma.cuh"
@@ -8,18 +9,6 @@
 
 namespace flashq::cuda {
 
-struct FinishedRow {
-  float lse, scale;  // out = scale * accumulator
-  bool zero;         // whatever the accumulator holds
-};
-
-// `sees`: the row sees some key. `sink` is in natural units, -inf: none.
-__device__ __forceinline__ FinishedRow finish_row(SoftmaxState<Binary> state, float sink, bool sees) {
-  if (!sees) return {sink, 0, true};
-  float weight = 1;
-  if (sink != -kInf) weight = merge(state, SoftmaxState<Binary>{sink * kLog2E, 1}).a;
-  return {state.lse(), weight / state.sum, false};  // of nothing but -inf scores: -inf, and 0 / 0
-}
 // `all_found`: all visible keys were there.
 __device__ __forceinline__ FinishedRow finish_row(const Attention16Params& p, const RowBlock& block, RowPlace place,
                                                   SoftmaxState<Binary> state, bool all_found) {
@@ -123,7 +112,7 @@ template <int kDim, int kM> __device__ __forceinline__ void store_partial(const 
     }
 }
 
-// Rows of one warp that see one key, and no sink, get its value as it is: sums would lose the sign of a -0.
+// Rows of one warp that see one key, and no sink; at most 32.
 template <class T> __device__ __forceinline__ void copy_lone_values(const Attention16Params& p, const RowBlock& block,
                                                                     const RowPlace* places, int warp_row, int rows) {
   const QueryView& q = p.query;
@@ -131,24 +120,27 @@ template <class T> __device__ __forceinline__ void copy_lone_values(const Attent
   // The number of visible keys is least at an end.
   if (min_of(mask.visible(block.first_query).size(), mask.visible(block.last_query).size()) > 1) return;
   __syncwarp();
-  for (int row = warp_row; row < min_of(warp_row + rows, block.rows); ++row) {
-    const RowPlace place = places[row];
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const auto value_of = [&](RowPlace place) -> const uint16_t* {
     const KeyRange keys = block.visible(place);
-    if (keys.size() != 1) continue;
+    if (keys.size() != 1) return nullptr;
     const int64_t head = block.kv_head * block.group + place.head;
-    if (p.score.sinks && p.score.sinks[head * p.score.sinks_stride] != -kInf) continue;
+    if (p.score.sinks && p.score.sinks[head * p.score.sinks_stride] != -kInf) return nullptr;
     const float lse = q.lse[block.offset(place, q.lse_stride[0], q.lse_stride[2], q.lse_stride[1])];
     const KeySlot slot = slot_of(p.kv, block.sequence, keys.begin);
-    if (!isfinite(lse) || slot.page < 0) continue;
-    const auto* value = static_cast<const uint16_t*>(p.kv.v) + offset_of(slot, p.kv.v_stride, block.kv_head);
-    const int64_t at = block.offset(place, q.out_stride[0], q.out_stride[1], q.out_stride[2]);
-    for (int64_t d = threadIdx.x % 32; d < q.head_dim; d += 32) {
+    if (!isfinite(lse) || slot.page < 0) return nullptr;  // NaN, or the key scores -inf: out is NaN
+    return static_cast<const uint16_t*>(p.kv.v) + offset_of(slot, p.kv.v_stride, block.kv_head);
+  };
+  const bool real = lane < min_of(rows, block.rows - warp_row);
+  copy_lone_values(real ? value_of(places[warp_row + lane]) : nullptr, [&](int row, const uint16_t* value) {
+    const int64_t at = block.offset(places[warp_row + row], q.out_stride[0], q.out_stride[1], q.out_stride[2]);
+    for (int64_t d = lane; d < q.head_dim; d += 32) {
       if (q.out_dtype == Dtype::kFloat32)
         static_cast<float*>(q.out)[at + d] = T::load(value[d]);
       else
         static_cast<uint16_t*>(q.out)[at + d] = value[d];
     }
-  }
+  });
 }
 
 }  // namespace flashq::cuda

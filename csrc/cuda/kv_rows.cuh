@@ -63,7 +63,7 @@ template <int kDim, int kTileK, int kThreads> struct ScatteredRows {
   __device__ __forceinline__ static void find(State& state, int tile, const Attention16Params& p,
                                               const RowBlock& block) {
     const KvView& kv = p.kv;
-    const int i = thread_again();
+    const int i = ptx::fresh_thread();
     if (i >= kTileK) return;
     const int64_t key = block.first_key + int64_t{tile} * kTileK + i;
     const bool wanted = key >= block.seen.begin && key < block.seen.end;
@@ -90,7 +90,7 @@ template <int kDim, int kTileK, int kThreads> struct ScatteredRows {
   }
   __device__ __forceinline__ static void load(uint32_t to, int tile, int, bool values, const State& state,
                                               const Attention16Params& p) {
-    const CopyLane<kDim, kThreads> lane(thread_again());
+    const CopyLane<kDim, kThreads> lane(ptx::fresh_thread());
     const auto* base = static_cast<const char*>(values ? p.kv.v : p.kv.k);
     const int64_t* from = (values ? state.v : state.k)[tile % 2];
     const bool column = lane.chunk * 8 < p.query.head_dim;

@@ -45,8 +45,7 @@ Status prefill_sm80(const Attention16Params& p, const Device& device, const Laun
                               .ring = 0,
                               .narrow_q = !aligned(q.q, q.q_stride),
                               .narrow_kv = !aligned(p.kv.k, p.kv.k_stride) || !aligned(p.kv.v, p.kv.v_stride)};
-  const auto stream = static_cast<cudaStream_t>(launch.stream);
-  return with_dim(q.head_dim, [&](auto dim) { return launch_prefill_sm80<dim()>(args, device, stream); });
+  return with_dim(q.head_dim, [&](auto dim) { return launch_prefill_sm80<dim()>(args, device, launch); });
 }
 
 }  // namespace flashq::cuda

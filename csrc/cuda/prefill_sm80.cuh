@@ -11,6 +11,7 @@
 
 #include "cuda/finish_rows.cuh"
 #include "cuda/kv_rows.cuh"
+#include "cuda/opt_in.h"
 #include "cuda/prefill_sm80.h"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/sequences.cuh"
@@ -184,7 +185,7 @@ template <class T, class Shape, bool kScattered> __global__ void __launch_bounds
     bool masked = i < block.clear_begin || i >= block.clear_end;
     if constexpr (kScattered) masked |= !Keys::all_found(shared.keys.found[i % 3]);
     if (masked) {
-      const int row = warp_row + thread_again() % Shape::kWarpRows;
+      const int row = warp_row + ptx::fresh_thread() % Shape::kWarpRows;
       const KeyRange keys = block.visible(shared.places[row]);
       shared.seen[row] = range_in_tile(keys, block.first_key + int64_t{i} * kTileK, kTileK);
       __syncwarp();
@@ -219,10 +220,10 @@ template <class T, class Shape, bool kScattered> __global__ void __launch_bounds
       for (int m = 0; m < kM; ++m)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          mask_scores(score[m], r, shared.seen[warp_row + 16 * m + 8 * r + thread_again() % 32 / 4]);
+          mask_row(score[m], r, shared.seen[warp_row + 16 * m + 8 * r + ptx::fresh_thread() % 32 / 4]);
           if constexpr (kScattered) {
             const auto& found = shared.keys.found[i % 3];
-            if (!Keys::all_found(found)) mask_scores(score[m], r, found);
+            if (!Keys::all_found(found)) mask_row(score[m], r, found);
           }
         }
     }
@@ -292,13 +293,14 @@ Status refuse_device(const Device& device, int bytes) {
 }
 
 template <class T, class Shape, bool kScattered> Status launch_kernel(PrefillArguments args, const Device& device,
-                                                                      cudaStream_t stream) {
+                                                                      const Launch& launch) {
   constexpr auto kKernel = prefill_kernel<T, Shape, kScattered>;
+  const auto stream = static_cast<cudaStream_t>(launch.stream);
   using Memory = Shared<Shape, KeysOf<Shape, kScattered>>;
   args.ring = choose_ring<Memory, Shape>(device);
   if (args.ring == 0) return refuse_device(device, Memory::bytes(2));
   const int bytes = Memory::bytes(args.ring);
-  cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  opt_in<kKernel>(launch.device, bytes);
   const dim3 grid(static_cast<unsigned>(args.row_tiles * args.p.query.kv_heads),
                   static_cast<unsigned>(args.splits.count));
   kKernel<<<grid, Shape::kThreads, static_cast<size_t>(bytes), stream>>>(args);
@@ -308,10 +310,10 @@ template <class T, class Shape, bool kScattered> Status launch_kernel(PrefillArg
 }
 
 template <class T, class Shape> Status launch_kernel(const PrefillArguments& args, const Device& device,
-                                                     cudaStream_t stream) {
+                                                     const Launch& launch) {
   const bool scattered = args.p.kv.block_table.given() || args.narrow_q || args.narrow_kv;
-  return scattered ? launch_kernel<T, Shape, true>(args, device, stream)
-                   : launch_kernel<T, Shape, false>(args, device, stream);
+  return scattered ? launch_kernel<T, Shape, true>(args, device, launch)
+                   : launch_kernel<T, Shape, false>(args, device, launch);
 }
 
 }  // namespace
@@ -327,9 +329,9 @@ template <int kDim> PrefillPlan plan_prefill_sm80(const Attention16Params& p) {
 }
 
 template <int kDim>
-Status launch_prefill_sm80(const PrefillArguments& args, const Device& device, cudaStream_t stream) {
-  return args.p.query.dtype == Dtype::kFloat16 ? launch_kernel<Float16, Shape<kDim>>(args, device, stream)
-                                               : launch_kernel<Bfloat16, Shape<kDim>>(args, device, stream);
+Status launch_prefill_sm80(const PrefillArguments& args, const Device& device, const Launch& launch) {
+  return args.p.query.dtype == Dtype::kFloat16 ? launch_kernel<Float16, Shape<kDim>>(args, device, launch)
+                                               : launch_kernel<Bfloat16, Shape<kDim>>(args, device, launch);
 }
 
 }  // namespace flashq::cuda

@@ -1,7 +1,5 @@
 // Between the host's side of the mma.sync kernel and its instances.
 #pragma once
-#include <cuda_runtime_api.h>
-
 #include "cuda/kv_splits.cuh"
 #include "cuda/launch.h"
 #include "cuda/softmax_step.cuh"
@@ -26,6 +24,6 @@ struct PrefillPlan {
 template <int kDim> [[nodiscard]] PrefillPlan plan_prefill_sm80(const Attention16Params&);
 
 // For head dims up to kDim, the instance of prefill_sm80_d<kDim>.cu.
-template <int kDim> [[nodiscard]] Status launch_prefill_sm80(const PrefillArguments&, const Device&, cudaStream_t);
+template <int kDim> [[nodiscard]] Status launch_prefill_sm80(const PrefillArguments&, const Device&, const Launch&);
 
 }  // namespace flashq::cuda

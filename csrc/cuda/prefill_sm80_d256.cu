@@ -4,6 +4,6 @@
 namespace flashq::cuda {
 
 template PrefillPlan plan_prefill_sm80<256>(const Attention16Params&);
-template Status launch_prefill_sm80<256>(const PrefillArguments&, const Device&, cudaStream_t);
+template Status launch_prefill_sm80<256>(const PrefillArguments&, const Device&, const Launch&);
 
 }  // namespace flashq::cuda

@@ -20,12 +20,17 @@ constexpr bool kBuilt = std::string_view(FLASHQ_CUDA_ARCHS).find("9.0a") != std:
 
 constexpr int64_t kMostRows = int64_t{1} << 29;  // positions, rows and tiles fit an int, window and all
 
-// Whether TMA can read rows at these strides (batch, token, head); a stride nobody takes may be anything.
-bool tma_fits(const void* data, const int64_t (&stride)[3], int64_t batch, int64_t tokens, int64_t heads) {
+// Whether TMA can read rows at these strides (batch, token, head), `pack` heads at once; a stride nobody takes may be
+// anything.
+bool tma_fits(const void* data, const int64_t (&stride)[3], int64_t batch, int64_t tokens, int64_t heads,
+              int64_t pack) {
+  constexpr int64_t kMost = (int64_t{1} << 39) - 8;  // elements; the last multiple of 16 below 2^40 bytes
   if (reinterpret_cast<uintptr_t>(data) % 16 != 0) return false;
   const int64_t size[3] = {batch, tokens, heads};
-  for (int i = 0; i < 3; ++i)
-    if (size[i] > 1 && (stride[i] < (i > 0) || stride[i] % 8 != 0 || stride[i] >= int64_t{1} << 38)) return false;
+  for (int i = 0; i < 3; ++i) {
+    const int64_t most = i == 2 ? kMost / pack : kMost;
+    if (size[i] > 1 && (stride[i] < (i > 0) || stride[i] % 8 != 0 || stride[i] > most)) return false;
+  }
   return true;
 }
 
@@ -47,10 +52,11 @@ bool prefill_sm90_takes(const Attention16Params& p, const Device& device) {
   if (keys >= kMostRows || batch >= kMostRows || rows >= kMostRows ||
       rows * batch / 64 + q.batch * q.q_heads >= kMostRows)
     return false;
-  return tma_fits(q.q, q.q_stride, batch, tokens, q.q_heads) &&
-         tma_fits(q.out, q.out_stride, batch, tokens, q.q_heads) &&
-         tma_fits(p.kv.k, p.kv.k_stride, batch, keys, q.kv_heads) &&
-         tma_fits(p.kv.v, p.kv.v_stride, batch, keys, q.kv_heads);
+  const int64_t pack = sm90::pack_of(q);
+  return tma_fits(q.q, q.q_stride, batch, tokens, q.q_heads, pack) &&
+         tma_fits(q.out, q.out_stride, batch, tokens, q.q_heads, pack) &&
+         tma_fits(p.kv.k, p.kv.k_stride, batch, keys, q.kv_heads, 1) &&
+         tma_fits(p.kv.v, p.kv.v_stride, batch, keys, q.kv_heads, 1);
 }
 
 int64_t prefill_sm90_scratch_bytes(const Attention16Params& p) {

@@ -3,12 +3,11 @@
 // It stands in shared memory: only the ends of a kernel need it, and masked tiles, while the main loop is short of
 // registers.
 #pragma once
+#include "cuda/finish_row.cuh"
 #include "cuda/sequences.cuh"
 #include "cuda/tile_copy.cuh"
 
 namespace flashq::cuda {
-
-struct RowPlace { int query, head; };  // counted from the block's first query, and within the group
 
 struct RowBlock {
   Sequence sequence;
@@ -60,7 +59,7 @@ struct RowBlock {
     clear_end -= first;
   }
 
-  // Rows past the last one are like the last one.
+  // Counted from the block's first query, and within the group. Rows past the last one are like the last one.
   __device__ __forceinline__ RowPlace place(int row) const {
     const Quotient at = divide(first_row + min_of(row, rows - 1), group);
     return {static_cast<int>(at.quotient - first_query), static_cast<int>(at.remainder)};

@@ -5,6 +5,7 @@
 #include "core/softmax_state.h"
 #include "cuda/ptx/math.cuh"
 #include "cuda/ptx/mma.cuh"
+#include "cuda/score_mask.cuh"
 #include "cuda/sequences.cuh"
 #include "params.h"
 
@@ -84,26 +85,18 @@ __device__ __forceinline__ float reduce_row_sum(float x) {
 }
 
 // Scores of row g + 8 r of a fragment (16, 8 kN): -inf for keys outside the range, or whose bit is not set.
-template <int kN> __device__ __forceinline__ void mask_scores(float (&s)[kN][4], int r, TileRange keys) {
-  const int first = static_cast<int>(threadIdx.x) % 4 * 2;
-  const auto keep = [&](auto sees) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int j = 0; j < 2; ++j)
-        if (!sees(8 * n + j)) s[n][2 * r + j] = -kInf;
-  };
-  if (__any_sync(~0u, keys.begin > 0)) keep([begin = keys.begin - first](int key) { return key >= begin; });
-  keep([end = keys.end - first](int key) { return key < end; });
+template <int kN> __device__ __forceinline__ void mask_row(float (&s)[kN][4], int r, uint32_t visible) {
+  mask_scores<2 * kN>(visible, [&](int i) -> float& { return s[i / 2][2 * r + i % 2]; });
 }
-template <int kN>
-__device__ __forceinline__ void mask_scores(float (&s)[kN][4], int r, const uint32_t (&bits)[kN / 4]) {
+template <int kN> __device__ __forceinline__ void mask_row(float (&s)[kN][4], int r, TileRange keys) {
+  const int first = static_cast<int>(threadIdx.x) % 4 * 2;
+  mask_row(s, r, columns_in(keys.begin - first, keys.end - first));
+}
+template <int kN> __device__ __forceinline__ void mask_row(float (&s)[kN][4], int r, const uint32_t (&bits)[kN / 4]) {
+  uint32_t visible = 0;
 #pragma unroll
-  for (int n = 0; n < kN; ++n) {
-    const uint32_t pair = bits[n / 4] >> (n % 4 * 8 + threadIdx.x % 4 * 2);
-    if ((pair & 1) == 0) s[n][2 * r] = -kInf;
-    if ((pair & 2) == 0) s[n][2 * r + 1] = -kInf;
-  }
+  for (int n = 0; n < kN; ++n) visible |= (bits[n / 4] >> (n % 4 * 8 + threadIdx.x % 4 * 2) & 3) << 2 * n;
+  mask_row(s, r, visible);
 }
 
 // By how much (in base 2) a maximum may grow before the accumulators are rescaled: weights up to 2^8 lose nothing in

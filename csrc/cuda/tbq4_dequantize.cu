@@ -75,7 +75,7 @@ template <class T, int kWidth> __global__ void __launch_bounds__(32 * BulkDecode
   char* const rows = shared + Plan::kWarps + warp * Plan::kWarpBytes;
   char* const codes = rows + 32 * Plan::kRowStride;
   const auto fetch = [&](int group) {
-    const int lane = fresh_lane();
+    const int lane = ptx::fresh_lane();
     const int64_t block = int64_t{group} * 32 + lane;
     const char* from = nullptr;
     uint16_t norm = 0;
@@ -99,7 +99,7 @@ template <class T, int kWidth> __global__ void __launch_bounds__(32 * BulkDecode
     const uint16_t norm = next;
     ptx::cp_async_wait<0>();
     __syncwarp();
-    const int lane = fresh_lane();
+    const int lane = ptx::fresh_lane();
     uint32_t words[kWidth / 8];
 #pragma unroll
     for (int i = 0; i < kWidth / 8; i += 4) {

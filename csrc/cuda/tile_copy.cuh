@@ -1,6 +1,7 @@
 // Rows of 16-bit values from global to shared memory, as the operands of ldmatrix.
 #pragma once
 #include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/fresh_thread.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/vector.cuh"
 
@@ -20,14 +21,6 @@ template <int kDim> struct SharedTile {
     return offset(first_row + 8 * below + threadIdx.x % 8, right);
   }
 };
-
-// threadIdx.x, read anew: what is worked out from it, the compiler can keep in no register of a loop that has none
-// left.
-__device__ __forceinline__ int thread_again() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
 
 // Which chunk of which rows this thread copies: rows `row`, row + kStep, ...
 template <int kDim, int kThreads> struct CopyLane {

@@ -10,6 +10,7 @@ import torch
 from cases import ATTENTION, DTYPES, INF, NAN, attend, everywhere, plain_dtype, randn
 
 import flashq
+from flashq import reference
 
 
 @pytest.mark.contract(1)
@@ -87,6 +88,25 @@ def test_one_visible_key_gives_its_value_bit_for_bit(op: str, dtype: torch.dtype
             assert golden.same_bits(out, v.repeat_interleave(3, dim=2))
             score = -1.7 * (q.double() * k.repeat_interleave(3, dim=2).double()).sum(-1).transpose(1, 2)
             torch.testing.assert_close(lse.double(), score, rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.contract(6, 7)
+@everywhere(op=["prefill", "decode"], dtype=DTYPES)
+def test_a_visible_key_that_scores_minus_infinity_is_none(op: str, dtype: torch.dtype, backend: torch.device) -> None:
+    """Alone it leaves 0 / 0, NaN as in eager attention, and beside a sink nothing."""
+    q, k = torch.ones(1, 1, 2, 64, dtype=dtype), torch.full((1, 1, 1, 64), -INF, dtype=dtype)
+    v = randn(1, 1, 1, 64, dtype=dtype)
+    for sinks in (None, torch.tensor([0.5, -INF])):
+        out, lse = attend(op, q, k, v, device=backend, sinks=sinks)
+        expected, expected_lse = reference.prefill(q, k, v, sinks)
+        torch.testing.assert_close(out.float(), expected, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-6)
+        assert out[0, 0, 1].isnan().all()
+    ends = torch.cat([k, torch.zeros_like(k)], dim=1)  # alone to the first query, not to the second
+    out, lse = attend(op, q.expand(1, 2, 2, 64), ends, v.expand(1, 2, 1, 64), device=backend, causal=True)
+    assert out[0, 0].isnan().all()
+    assert torch.equal(out[0, 1], v[0, 0].expand(2, 64))
+    assert torch.equal(lse[0], torch.tensor([[-INF, 0.0]]).expand(2, 2))
 
 
 @pytest.mark.contract(6)

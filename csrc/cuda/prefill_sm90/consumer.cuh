@@ -1,7 +1,8 @@
 // A consumer warpgroup: 64 query rows, from Q, K and V in shared memory to O and its lse in global memory.
 #pragma once
-#include "core/softmax_state.h"
+#include "cuda/finish_row.cuh"
 #include "cuda/prefill_sm90/softmax.cuh"
+#include "cuda/ptx/fresh_thread.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/warpgroup.cuh"
@@ -21,8 +22,7 @@ template <class C> __device__ __forceinline__ void clear_rows(void* v_tile, int 
   ptx::named_barrier_sync(C::warpgroup_barrier(warpgroup), 128);
 }
 
-// The output row of a tile's row: its query, and its head.
-struct RowPlace { int query, head; };
+// A tile's row: its query, and its head among all.
 __device__ __forceinline__ RowPlace place_row(const Schedule& s, const Tile& tile, int row) {
   const int query = row >> s.pack_log2;
   return {query, (tile.head << s.pack_log2) + row - (query << s.pack_log2)};
@@ -32,42 +32,37 @@ __device__ __forceinline__ float sink_of(const Params& p, const Tile& tile, int 
   return p.sinks && tile.kv_len >= 0 ? p.sinks[head * p.sinks_stride] : -kInf;
 }
 
-// What O of a row is multiplied by; writes the row's lse. `sum` is the whole row's.
-__device__ __forceinline__ float finish_row(const Params& p, const Tile& tile, int row, float max, float sum) {
+// `sum` is the whole row's. Writes the row's lse.
+__device__ __forceinline__ FinishedRow finish_row(const Params& p, const Tile& tile, int row, float max, float sum) {
   const RowPlace place = place_row(p.schedule, tile, row);
-  SoftmaxState<Binary> state{max * p.scale_log2, sum};
-  float weight = 1;
-  if (const float sink = sink_of(p, tile, place.head); sink != -kInf)
-    weight = merge(state, SoftmaxState<Binary>{sink * kLog2E, 1}).a;
+  const Keys keys = visible_keys(p.schedule, tile, place.query);
+  const FinishedRow done = cuda::finish_row(SoftmaxState<Binary>{max * p.scale_log2, sum}, sink_of(p, tile, place.head),
+                                            keys.begin < keys.end);
   if (threadIdx.x % 4 == 0 && place.query < tile.q_len) {
     float* lse = p.lse + tile.batch * p.lse_stride[0] + place.head * p.lse_stride[1];
-    lse[(tile.q_begin + place.query) * p.lse_stride[2]] = state.lse();
+    lse[(tile.q_begin + place.query) * p.lse_stride[2]] = done.lse;
   }
-  const Keys keys = visible_keys(p.schedule, tile, place.query);
-  return keys.begin < keys.end ? weight / state.sum : 0;  // visible, and all -inf: 0 / 0, as in eager attention
+  return done;
 }
 
-// Staged rows of one warp (16, from `row0` on) that see one key and no sink become that key's value: sums lose the sign
-// of a -0. `ordinary`: this thread's rows, `lane / 4` and 8 further, are not NaN.
+// Staged rows of one warp (16, from `row0` on) that see one key, and no sink. `ordinary`: this thread's rows, lane / 4
+// and 8 further, are neither NaN nor nothing but -inf.
 __device__ __forceinline__ void copy_lone_values(const Params& p, const Tile& tile, int row0, const bool (&ordinary)[2],
                                                  uint4* staged, int box_chunks) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const auto lone_key = [&](int row) {
+  const bool first = __shfl_sync(~0u, ordinary[0], lane * 4), second = __shfl_sync(~0u, ordinary[1], lane * 4);
+  const auto value_of = [&](int row) -> const uint16_t* {
     const RowPlace place = place_row(p.schedule, tile, row);
     const Keys keys = visible_keys(p.schedule, tile, place.query);
-    const bool lone = keys.end - keys.begin == 1 && sink_of(p, tile, place.head) == -kInf;
-    return lone && place.query < tile.q_len ? keys.begin : -1;
+    if (keys.end - keys.begin != 1 || place.query >= tile.q_len || sink_of(p, tile, place.head) != -kInf)
+      return nullptr;
+    return p.v_rows + tile.batch * p.v_stride[0] + (tile.k_begin + keys.begin) * p.v_stride[1] +
+           tile.head / p.schedule.packs_per_kv * p.v_stride[2];
   };
-  for (int h = 0; h < 2; ++h) {
-    const bool lone = ordinary[h] && lane % 4 == 0 && lone_key(row0 + lane / 4 + 8 * h) >= 0;
-    for (unsigned rows = __ballot_sync(~0u, lone); rows; rows &= rows - 1) {
-      const int r = (__ffs(static_cast<int>(rows)) - 1) / 4 + 8 * h;
-      const uint16_t* value = p.v_rows + tile.batch * p.v_stride[0] +
-                              (tile.k_begin + lone_key(row0 + r)) * p.v_stride[1] +
-                              tile.head / p.schedule.packs_per_kv * p.v_stride[2];
-      if (lane * 8 < p.head_dim) staged[lane / 8 * box_chunks + r * 8 + (lane ^ r) % 8] = load<uint4>(value + lane * 8);
-    }
-  }
+  const bool own = lane < 8 ? first : lane < 16 && second;
+  cuda::copy_lone_values(own ? value_of(row0 + lane) : nullptr, [&](int r, const uint16_t* value) {
+    if (lane * 8 < p.head_dim) staged[lane / 8 * box_chunks + r * 8 + (lane ^ r) % 8] = load<uint4>(value + lane * 8);
+  });
   __syncwarp();
 }
 
@@ -176,7 +171,8 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
         for (int h = 0; h < 2; ++h) {
           const Keys keys = visible_keys(p.schedule, tile, (thread_row + 8 * h) >> p.schedule.pack_log2);
           const int left = n * kTileK + thread_column;
-          mask_scores(s, h, {keys.begin - left, keys.end - left});
+          mask_scores<kTileK / 4>(columns_in(keys.begin - left, keys.end - left),
+                                  [&](int i) -> float& { return s[4 * (i / 2) + 2 * h + i % 2]; });
         }
       }
       return softmax<masked.value>(s, rows, o_scale, p.scale_log2);
@@ -234,32 +230,32 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
       release(shared.v_empty, v_ring);
     }
 
-    float inverse[2];
+    FinishedRow done[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       rows.sum[h] += __shfl_xor_sync(~0u, rows.sum[h], 1);
       rows.sum[h] += __shfl_xor_sync(~0u, rows.sum[h], 2);
-      inverse[h] = finish_row(p, tile, thread_row + 8 * h, rows.max[h], rows.sum[h]);
+      done[h] = finish_row(p, tile, thread_row + 8 * h, rows.max[h], rows.sum[h]);
     }
-    if (rows.sum[0] == 0 || rows.sum[1] == 0) {  // no keys: 0, even where V is NaN
+    if (done[0].zero || done[1].zero) {
 #pragma unroll
-      for (int i = 0; i < kTileD / 2; ++i) o[i] = rows.sum[i / 2 % 2] == 0 ? 0 : o[i];
+      for (int i = 0; i < kTileD / 2; ++i) o[i] = done[i / 2 % 2].zero ? 0 : o[i];
     }
     // O through Q's buffer, once all four warps are done with Q. Lane 8 i + j names row j of tile i of 8 x 8 values;
     // tiles are rows 0-7 and 8-15 of columns 0-7, then of columns 8-15.
     ptx::named_barrier_sync(C::warpgroup_barrier(wg), 128);
     auto& staged = shared.q[q_ring.at][wg];
-    const int late_lane = ptx::recompute(lane);  // eight swizzled addresses, not to be kept over the main loop
+    const int late_lane = ptx::fresh_lane();  // eight swizzled addresses, not to be kept over the main loop
     const uint32_t staged_row = ptx::shared_address(staged) + (warp_row + late_lane % 16) * 128;
 #pragma unroll
     for (int c = 0; c < kTileD / 16; ++c) {
       const float* x = &o[8 * c];
       const int chunk = 2 * c + late_lane / 16;  // of 16 bytes
       ptx::stmatrix_x4(staged_row + chunk / 8 * sizeof staged[0] + (chunk ^ late_lane) % 8 * 16,
-                       ptx::pack<Element>(x[0] * inverse[0], x[1] * inverse[0]),
-                       ptx::pack<Element>(x[2] * inverse[1], x[3] * inverse[1]),
-                       ptx::pack<Element>(x[4] * inverse[0], x[5] * inverse[0]),
-                       ptx::pack<Element>(x[6] * inverse[1], x[7] * inverse[1]));
+                       ptx::pack<Element>(x[0] * done[0].scale, x[1] * done[0].scale),
+                       ptx::pack<Element>(x[2] * done[1].scale, x[3] * done[1].scale),
+                       ptx::pack<Element>(x[4] * done[0].scale, x[5] * done[0].scale),
+                       ptx::pack<Element>(x[6] * done[1].scale, x[7] * done[1].scale));
     }
     // The number of visible keys is least at an end of the rows.
     const auto keys_of = [&](int row) {
@@ -268,13 +264,13 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
     };
     if (min(keys_of(row0), keys_of(row0 + C::kRows - 1)) <= 1) {
       __syncwarp();
-      const bool ordinary[2] = {rows.sum[0] == rows.sum[0], rows.sum[1] == rows.sum[1]};
+      const bool ordinary[2] = {rows.sum[0] > 0, rows.sum[1] > 0};
       copy_lone_values(p, tile, row0 + warp_row, ordinary, reinterpret_cast<uint4*>(staged) + warp_row * 8,
                        C::kRows * 8);
     }
     const int token = row0 >> p.schedule.pack_log2;
     const bool whole = !p.schedule.plan || (row0 + C::kRows) >> p.schedule.pack_log2 <= tile.q_len;
-    if (whole) ptx::fence_async_proxy();
+    ptx::fence_async_proxy();  // of the stores above: TMA reads the buffer, or fills it again
     ptx::named_barrier_sync(C::warpgroup_barrier(wg), 128);
     if (!whole) {
       store_rows<C>(p, tile, row0, staged);

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdio>
 
+#include "cuda/opt_in.h"
 #include "cuda/prefill_sm90.h"
 #include "cuda/prefill_sm90/consumer.cuh"
 #include "cuda/prefill_sm90/launch.h"
@@ -43,11 +44,6 @@ template <class C> __global__ void __launch_bounds__(C::kThreads, 1) prefill_ker
 
 constexpr double kFewProducts = 1e10;  // some 60 us
 constexpr int kL2Section = 32 << 20;   // bytes; more of an H200's 60 MiB of L2 leave no room for Q and O
-
-// Query heads of one KV head that a tile takes together: a power of two, because row -> token is a shift.
-int64_t pack_of(const QueryView& q) {
-  return std::min<int64_t>(1 << std::countr_zero(uint64_t(q.q_heads / q.kv_heads)), 64);
-}
 
 bool encode(const void* data, const int64_t (&stride)[3], int64_t batch, int64_t tokens, int64_t heads, int64_t pack,
             uint32_t rows, const QueryView& q, CUtensorMap& map) {
@@ -135,9 +131,9 @@ template <class C> Status run(const Attention16Params& a, const Device& device, 
     s.drawn = &plan->drawn;
     if (!packed) cudaMemsetAsync(s.drawn, 0, sizeof *s.drawn, stream);
   }
-  const auto kernel = prefill_kernel<C>;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(typename C::SharedMemory));
-  kernel<<<grid, C::kThreads, sizeof(typename C::SharedMemory), stream>>>(p);
+  constexpr int kSharedBytes = sizeof(typename C::SharedMemory);
+  opt_in<prefill_kernel<C>>(where.device, kSharedBytes);
+  prefill_kernel<C><<<grid, C::kThreads, kSharedBytes, stream>>>(p);
   return launch_status();
 }
 

@@ -2,15 +2,13 @@
 #pragma once
 #include "cuda/prefill_sm90/schedule.cuh"
 #include "cuda/ptx/math.cuh"
+#include "cuda/score_mask.cuh"
 
 namespace flashq::cuda::sm90 {
 
 // `max` is the reference that exponents are taken against, of scores before scale_log2; it may stay behind the true
 // maximum, see softmax(). `sum` is this thread's part.
 struct RowState { float max[2], sum[2]; };
-
-// How many of a thread's columns 8 j + e (j = 0, 1, ..., e = 0, 1) are below x.
-__device__ __forceinline__ int columns_below(int x) { return min(max(2 * (x >> 3) + min(x & 7, 2), 0), 32); }
 
 // Whether |s| <= limit for all scores of row h that this thread has; not if one is NaN.
 template <int kCount> __device__ __forceinline__ bool within(const float (&s)[kCount], int h, float limit) {
@@ -36,18 +34,6 @@ template <int kCount> __device__ __forceinline__ void cap_scores(float (&s)[kCou
   } else {
 #pragma unroll
     for (float& x : s) x = ptx::tanh_approx(x * cap.multiplier);
-  }
-}
-
-// Scores of keys that a row does not see become -inf. keys: of the row, relative to the thread's first column.
-template <int kCount> __device__ __forceinline__ void mask_scores(float (&s)[kCount], int h, Keys keys) {
-  static_assert(kCount / 2 <= 32);
-  const uint32_t from = __funnelshift_lc(0, ~0u, columns_below(keys.begin));  // shifts by 32 too
-  const uint32_t visible = from & ~__funnelshift_lc(0, ~0u, columns_below(keys.end));
-#pragma unroll
-  for (int i = 0; i < kCount / 2; ++i) {
-    float& score = s[4 * (i / 2) + 2 * h + i % 2];
-    score = visible >> i & 1 ? score : -kInf;
   }
 }
 

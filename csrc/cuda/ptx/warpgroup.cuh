@@ -20,12 +20,6 @@ template <int kRegisters> __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// x, computed anew where it stands: the compiler does not carry what follows from it through a loop in registers.
-__device__ __forceinline__ int recompute(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
 // Four tiles of 8 x 8 16-bit values to shared memory, the counterpart of ldmatrix_x4: lane 8 i + j gives the address of
 // row j of tile i.
 __device__ __forceinline__ void stmatrix_x4(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {

@@ -40,7 +40,7 @@ template <class Job> __global__ void __launch_bounds__(32 * Job::Plan::kMaxWarps
   const int warp = static_cast<int>(threadIdx.x / 32);
   const int rows = Plan::kWarps + warp * Plan::kWarpBytes, codes = rows + 32 * Plan::kRowStride;  // offsets in shared
   const auto fetch = [&](int group) {
-    const int lane = fresh_lane();
+    const int lane = ptx::fresh_lane();
     const auto* source = static_cast<const char*>(job.source(group, lane));
     start_copies<Plan::kRowBytes, Plan::kRowStride>(shared + rows, source, lane);
   };
@@ -55,10 +55,10 @@ template <class Job> __global__ void __launch_bounds__(32 * Job::Plan::kMaxWarps
 
   for (; group < job.groups; group += step) {
     const uint16_t* offsets = nullptr;
-    if constexpr (Job::kHasOffsets) offsets = job.offsets(group, fresh_lane());
+    if constexpr (Job::kHasOffsets) offsets = job.offsets(group, ptx::fresh_lane());
     ptx::cp_async_wait<0>();
     __syncwarp();
-    const char* const row = shared + rows + fresh_lane() * Plan::kRowStride;
+    const char* const row = shared + rows + ptx::fresh_lane() * Plan::kRowStride;
     float x[kWidth], sums[kWidth / kPiece];
 #pragma unroll
     for (int i = 0; i < kWidth; i += kPiece) {
@@ -79,7 +79,7 @@ template <class Job> __global__ void __launch_bounds__(32 * Job::Plan::kMaxWarps
     if (group + step < job.groups) fetch(group + step);
 
     const auto block = encode_whole<kWidth, Plan::kEnergyRow>(x, squares, shared, shared + Plan::kEnergies);
-    const int lane = fresh_lane();
+    const int lane = ptx::fresh_lane();
     const auto target = job.target(group, lane);
 #pragma unroll
     for (int j = 0; j < kWidth / 8; j += 4) {

@@ -1,11 +1,8 @@
 // Launches the kernels that hold a block in a thread, where there is enough to do and the GPU has room for them.
 #pragma once
-#include <cuda_runtime_api.h>
-
-#include <atomic>
-
 #include "core/portability.h"
 #include "cuda/launch.h"
+#include "cuda/opt_in.h"
 
 namespace flashq::cuda {
 
@@ -16,17 +13,6 @@ inline constexpr int kLeastGroups = 4, kLeastWarps = 4;
 [[nodiscard]] inline int bulk_groups(int64_t blocks, const Device& device) {
   const int64_t groups = ceil_div(blocks, 32);
   return groups < int64_t{kLeastGroups} * device.sm_count || groups > 1 << 30 ? 0 : static_cast<int>(groups);
-}
-
-// Lets the kernel have more than 48 KiB of shared memory: once a kernel and device.
-template <auto kKernel> bool opt_in(int32_t device, int shared_bytes) {
-  constexpr int kRemembered = 64;
-  static std::atomic<bool> done[kRemembered];
-  if (device < kRemembered && done[device].load(std::memory_order_relaxed)) return true;
-  const bool good =
-      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes) == cudaSuccess;
-  if (good && device < kRemembered) done[device].store(true, std::memory_order_relaxed);
-  return good;
 }
 
 // False: nothing was launched, the caller takes its other kernel.

@@ -1,16 +1,10 @@
 // 32 rows between global memory, where each lies somewhere, and a warp's shared memory, where a lane owns a row.
 #pragma once
 #include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/fresh_thread.cuh"
 #include "cuda/vector.cuh"
 
 namespace flashq::cuda {
-
-// The lane, read anew: what is computed from it then is not kept in registers around a loop that has none to spare.
-__device__ __forceinline__ int fresh_lane() {
-  uint32_t lane;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  return static_cast<int>(lane & 31);
-}
 
 // Copies 32 rows to shared memory. `from` is this lane's row, or null: then its place gets zeros.
 template <int kRowBytes, int kRowStride>

@@ -124,7 +124,7 @@ template <int kWidth> struct WholeBlock {
 template <int kWidth, int kEnergyRow>
 __device__ __forceinline__ WholeBlock<kWidth> encode_whole(float (&x)[kWidth], float squares, const char* cells,
                                                            const char* energies) {
-  const auto lane = static_cast<uint32_t>(fresh_lane());
+  const auto lane = static_cast<uint32_t>(ptx::fresh_lane());
   const float length = ieee::sqrt(squares);
   const float cells_a_unit = __fdividef(kCellsPerLength, length);
   flip_whole<kWidth, tbq4::Sign::kIn>(x);
