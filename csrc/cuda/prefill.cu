@@ -5,11 +5,9 @@
 
 namespace flashq::cuda {
 
-int64_t attention_16_scratch_bytes(const Attention16Params& p, int32_t) {
+int64_t prefill_scratch_bytes(const Attention16Params& p) {
   return max_of(prefill_sm80_scratch_bytes(p), prefill_sm90_scratch_bytes(p));
 }
-
-Status decode(const Attention16Params& p, const Launch& launch) { return prefill(p, launch); }
 
 Status prefill(const Attention16Params& p, const Launch& launch) {
   Device device;

@@ -69,11 +69,11 @@ __device__ __forceinline__ Sequence describe_sequence(const Attention16Params& p
   return s;
 }
 
-template <class Op> __device__ __forceinline__ int64_t scan_warp(int64_t x, Op op) {
+template <class X, class Op> __device__ __forceinline__ X scan_warp(X x, Op op) {
   const unsigned lane = threadIdx.x % 32;
 #pragma unroll
   for (unsigned step = 1; step < 32; step *= 2) {
-    const int64_t other = __shfl_up_sync(~0u, x, step);
+    const X other = __shfl_up_sync(~0u, x, step);
     if (lane >= step) x = op(x, other);
   }
   return x;

@@ -75,6 +75,12 @@ struct Divisor {
     // n / d = (n + (n * m >> 32)) >> shift, with m = 2^32 * (2^shift - d) / d + 1, for all n below 2^31
     multiplier = static_cast<uint32_t>((((int64_t{1} << shift) - divisor) << 32) / divisor + 1);
   }
+
+  // n / value, both from 0 and below 2^31.
+  __device__ __forceinline__ int quotient(int n) const {
+    const auto x = static_cast<uint32_t>(n);
+    return static_cast<int>((__umulhi(x, multiplier) + x) >> shift);
+  }
 };
 
 __device__ __forceinline__ Quotient divide(int64_t a, const Divisor& b) {

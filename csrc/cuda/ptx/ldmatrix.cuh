@@ -25,4 +25,11 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&to)[4], uint32_t ro
                : "memory");
 }
 
+// An 8 x 8 tile in registers, transposed: lane 4 g + t holds values 2t and 2t + 1 of row g.
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
+  uint32_t y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 }  // namespace flashq::cuda::ptx

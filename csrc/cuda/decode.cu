@@ -1,0 +1,166 @@
+// decode on CUDA: which kernel runs a call, how its work is cut, and where partial results lie in the scratch.
+#include <algorithm>
+
+#include "cuda/decode/kernel.cuh"
+#include "cuda/decode/launch.h"
+#include "cuda/decode/merge_partials.h"
+#include "cuda/kernels.h"
+#include "cuda/prefill.h"
+
+namespace flashq::cuda {
+namespace {
+
+constexpr int64_t kMaxCtas = 256;  // more than any GPU has multiprocessors
+constexpr int kMaxStages = 4;
+constexpr int64_t kWholeItem = 512;      // tokens: up to here no item is split, so that one launch does it all
+constexpr int64_t kWholeUnit = 1 << 30;  // tokens of a unit that nothing exceeds
+
+int dim_index(int64_t head_dim) {
+  int i = 0;
+  while (kDecodeDims[i] < head_dim) ++i;
+  return i;
+}
+
+// The kernel for the rows of an item: all of a sequence's, as far as the host knows them, but 64 at most. With kv_chunk
+// packed queries always get the largest, because a row's bits must not depend on its batch mates or on hints.
+int shape_index(const Attention16Params& p) {
+  const QueryView& q = p.query;
+  const int64_t tokens = q.cu_seqlens_q.given() ? q.total_tokens : q.q_len, rows = tokens * (q.q_heads / q.kv_heads);
+  if (q.cu_seqlens_q.given() && p.kv_chunk > 0) return kDecodeShapes - 1;
+  int i = 0;
+  while (i < kDecodeShapes - 1 && kDecodeRows[i] < rows) ++i;
+  return i;
+}
+
+// Whether prefill's kernels run the call: they are made for many rows, and count in 64 bits. Of packed queries only the
+// average is known; with kv_chunk they stay here, because a row's bits must not depend on its batch mates.
+bool many_rows(const Attention16Params& p) {
+  const QueryView& q = p.query;
+  if (!p.seqlens.given()) return true;
+  const int64_t group = q.q_heads / q.kv_heads;
+  if (!fits_plan(p, kv_capacity(p.kv), kGroup, kDecodeRows[0])) return true;
+  if (!q.cu_seqlens_q.given()) return q.q_len * group > kDecodeRows[kDecodeShapes - 1];
+  return p.kv_chunk == 0 && q.total_tokens * group > kDecodeRows[kDecodeShapes - 1] * q.batch;
+}
+
+SplitConfig split_config(const Attention16Params& p, int shape, int warps) {
+  const auto capacity = static_cast<int32_t>(kv_capacity(p.kv));
+  const int32_t team_warps = 1 << kDecodeTeamShift[shape];
+  SplitConfig c{.capacity = capacity,
+                .unit = Divisor(kGroup * team_warps),
+                .group = Divisor(p.query.q_heads / p.query.kv_heads),
+                .block_rows = Divisor(kDecodeRows[shape]),
+                .least_units = warps / team_warps,
+                .unit_is_split = false};
+  if (p.kv_chunk > 0 || capacity <= kWholeItem) {
+    c.unit = Divisor(p.kv_chunk > 0 ? min_of<int64_t>(p.kv_chunk, kWholeUnit) : kWholeUnit);
+    c.unit_is_split = true;
+    c.least_units = 1;
+  }
+  return c;
+}
+
+// Whether items can have several partial results.
+bool splits(const SplitConfig& c) { return !c.unit_is_split || c.capacity > static_cast<int64_t>(c.unit.value); }
+
+// Slots of partial results.
+double slot_bound(const Attention16Params& p, const SplitConfig& c) {
+  if (!c.unit_is_split) return 2.0 * kMaxCtas;
+  return static_cast<double>(count_row_tiles(p.query, c.block_rows.value)) * static_cast<double>(p.query.kv_heads) *
+         static_cast<double>(ceil_div(c.capacity, c.unit.value));
+}
+
+struct ScratchLayout { int64_t items, states, o, end; };
+
+ScratchLayout lay_out(const Attention16Params& p, const SplitConfig& c) {
+  constexpr double kMost = 0x1p50;  // no allocator has it, and the sums below do not overflow
+  const double bound = slot_bound(p, c);
+  const auto slots = static_cast<int64_t>(std::min(bound, kMost));
+  ScratchLayout at{};
+  at.items = round_up(kMaxCtas * static_cast<int64_t>(sizeof(ItemList)), 64);
+  at.states = round_up(at.items + slots * static_cast<int64_t>(sizeof(SplitItem)), 64);
+  at.o = round_up(at.states + slots * c.block_rows.value * static_cast<int64_t>(sizeof(SoftmaxState<Binary>)), 64);
+  at.end = bound > kMost ? int64_t{1} << 60 : at.o + slots * c.block_rows.value * p.query.head_dim * 4;
+  return at;
+}
+
+Partials place_partials(const Attention16Params& p, const SplitConfig& c) {
+  if (!splits(c)) return {};
+  const ScratchLayout at = lay_out(p, c);
+  auto* base = static_cast<char*>(p.scratch);
+  return {.lists = reinterpret_cast<ItemList*>(base),
+          .items = reinterpret_cast<SplitItem*>(base + at.items),
+          .states = reinterpret_cast<SoftmaxState<Binary>*>(base + at.states),
+          .o = reinterpret_cast<float*>(base + at.o),
+          .block_rows = static_cast<int32_t>(c.block_rows.value),
+          .head_dim = static_cast<int32_t>(p.query.head_dim)};
+}
+
+// The kernel for most rows up to `how.shape` that fits shared memory, with most warps, then with most bytes in flight.
+void choose_warps(DecodeLaunch& how, int32_t& stages, int64_t shared_bytes) {
+  const int most = kDecodeDims[how.dim] > 128 ? 4 : 8;  // 64 KiB of tiles
+  for (;; --how.shape)
+    for (how.warps = most; how.warps >> kDecodeTeamShift[how.shape] > 0; how.warps /= 2)
+      for (stages = kMaxStages; stages >= 2; --stages) {
+        how.shared_bytes = decode_shared_bytes(how.dim, how.shape, how.warps, stages);
+        if (how.shared_bytes <= shared_bytes) return;
+      }
+}
+
+bool wide(const void* base, const int64_t (&strides)[3]) {
+  uintptr_t all = reinterpret_cast<uintptr_t>(base);
+  for (const int64_t stride : strides) all |= static_cast<uintptr_t>(stride * 2);
+  return widest_vector(all) == kVectorBytes;
+}
+
+}  // namespace
+
+int64_t decode_shared_bytes(int dim, int shape, int warps, int stages) {
+  const auto bytes = [&]<int kDim>() -> int64_t {
+    const int team_warps = 1 << kDecodeTeamShift[shape];
+    return kDecodeTiles[shape] == 1 ? DecodeShared<kDim, 1>(warps, team_warps, stages).end
+                                    : DecodeShared<kDim, 2>(warps, team_warps, stages).end;
+  };
+  if (dim == 0) return bytes.template operator()<64>();
+  return dim == 1 ? bytes.template operator()<128>() : bytes.template operator()<256>();
+}
+
+int64_t attention_16_scratch_bytes(const Attention16Params& p, int32_t) {
+  if (many_rows(p)) return prefill_scratch_bytes(p);
+  if (p.query.total_tokens == 0 || p.query.q_heads == 0) return 0;
+  const SplitConfig c = split_config(p, shape_index(p), 8);
+  return splits(c) ? lay_out(p, c).end : 0;
+}
+
+Status decode(const Attention16Params& p, const Launch& launch) {
+  if (many_rows(p)) return prefill(p, launch);
+  Device device{};
+  if (const Status status = enter(launch, device); !status.ok()) return status;
+  if (p.query.total_tokens == 0 || p.query.q_heads == 0) return {};
+  DecodeLaunch how{};
+  how.dim = dim_index(p.query.head_dim);
+  how.shape = shape_index(p);
+  how.ctas = static_cast<int>(min_of<int64_t>(device.sm_count, kMaxCtas));
+  int32_t stages = 0;
+  choose_warps(how, stages, device.shared_bytes);
+  const SplitConfig split = split_config(p, how.shape, how.warps);
+  const KvView& kv = p.kv;
+  const DecodeParams params{.call = p,
+                            .split = split,
+                            .rule = ScoreRule(p.score),
+                            .partials = place_partials(p, split),
+                            .page_size = Divisor(clamp(kv.page_size, 1, kWholeUnit)),
+                            .team_warps = 1 << kDecodeTeamShift[how.shape],
+                            .team_shift = kDecodeTeamShift[how.shape],
+                            .stages = stages,
+                            .wide_q = wide(p.query.q, p.query.q_stride),
+                            .wide_kv = wide(kv.k, kv.k_stride) && wide(kv.v, kv.v_stride),
+                            .whole_groups = !kv.block_table.given() || kv.page_size % kGroup == 0};
+  const Status status =
+      (p.query.dtype == Dtype::kFloat16 ? launch_decode_fp16 : launch_decode_bf16)(how, params, launch);
+  if (!status.ok() || !params.partials.lists) return status;
+  launch_merge_partials(p, params.partials, how.ctas, kDecodeRows[how.shape], launch);
+  return launch_status();
+}
+
+}  // namespace flashq::cuda

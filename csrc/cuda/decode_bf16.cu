@@ -1,0 +1,9 @@
+#include "cuda/decode/instances.cuh"
+
+namespace flashq::cuda {
+
+Status launch_decode_bf16(const DecodeLaunch& how, const DecodeParams& p, const Launch& launch) {
+  return launch_decode<Bfloat16>(how, p, launch);
+}
+
+}  // namespace flashq::cuda

@@ -1,0 +1,217 @@
+"""decode on CUDA: what could go wrong where a device plans the splits itself, and keys of one row meet again later."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from accuracy import check_16bit
+from cases import call, move, page_out, randn
+from torch import Tensor
+
+import flashq
+from flashq import reference
+
+pytestmark = pytest.mark.cuda
+
+RAGGED = (3000, 1, 0, 777, 64, 5000, 513)
+
+
+def make_cache(
+    lengths: tuple[int, ...], *, kv_heads: int = 2, dim: int = 64, page_size: int = 16, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """k_cache, v_cache, seqlens, block_table on the CPU. Values do not depend on the page size and its order."""
+    keys, values = (
+        [randn(n, kv_heads, dim, dtype=torch.bfloat16, seed=s + n) for n in lengths] for s in (1, 1_000_000)
+    )
+    cache = page_out(keys, values, page_size, seed=seed)
+    return cache.k, cache.v, cache.seqlens, cache.block_table
+
+
+@pytest.mark.parametrize(
+    ("dim", "group", "q_len"),
+    [
+        (64, 1, 1),
+        (64, 4, 16),
+        (64, 63, 1),
+        (128, 4, 1),
+        (128, 7, 2),
+        (128, 16, 1),
+        (128, 8, 4),
+        (128, 5, 7),
+        (256, 6, 1),
+        (256, 16, 1),
+        (256, 6, 4),
+        (256, 4, 16),
+    ],
+)
+@pytest.mark.parametrize("kv_chunk", [0, 512])
+def test_ragged_lengths(dim: int, group: int, q_len: int, kv_chunk: int) -> None:
+    """Every kernel: up to 8, 16, 32 and 64 rows of each head dim."""
+    kv_heads = 1 if group > 8 else 2
+    cache = make_cache(RAGGED, kv_heads=kv_heads, dim=dim)
+    q = randn(len(RAGGED), q_len, kv_heads * group, dim, dtype=torch.bfloat16)
+    check_16bit("decode", q, *cache, device="cuda", kv_chunk=kv_chunk, sinks=randn(kv_heads * group, seed=5))
+
+
+@pytest.mark.parametrize("page_size", [64, 1])
+def test_more_sequences_than_ctas(page_size: int) -> None:
+    lengths = tuple(int(n) for n in torch.randint(0, 700, (400,), generator=torch.Generator().manual_seed(0)))
+    cache = make_cache(lengths, page_size=page_size)
+    check_16bit("decode", randn(len(lengths), 1, 8, 64, dtype=torch.bfloat16), *cache, device="cuda")
+
+
+@pytest.mark.parametrize("window", [0, 1, 100, 1000])
+@pytest.mark.parametrize("kv_chunk", [0, 256])
+def test_windows_over_long_contexts(window: int, kv_chunk: int) -> None:
+    """NaN before the window, in K, in V and in the table: tiles outside are not read."""
+    k, v, seqlens, table = make_cache(RAGGED, page_size=16)
+    for b, n in enumerate(RAGGED):
+        for i in range(max(0, n - 3 - window) // 16):
+            k[table[b, i]] = v[table[b, i]] = float("nan")
+            table[b, i] = 2147480000
+    q = randn(len(RAGGED), 3, 8, 64, dtype=torch.bfloat16)
+    check_16bit("decode", q, k, v, seqlens, table, device="cuda", window_left=window, kv_chunk=kv_chunk)
+
+
+def test_packed_queries_of_very_different_numbers() -> None:
+    q_lens = (1, 1, 0, 300, 2, 70, 9)
+    cu = torch.tensor([0, *q_lens]).cumsum(0)
+    q = randn(int(cu[-1]) + 5, 8, 64, dtype=torch.bfloat16)
+    for options in ({}, {"max_seqlen_q": 1}, {"kv_chunk": 512}):
+        out, lse = check_16bit("decode", q, *make_cache(RAGGED), cu, device="cuda", **options)
+        assert not out[-5:].any()
+        assert (lse[:, -5:] == float("-inf")).all()
+
+
+@pytest.mark.contract(13)
+def test_with_kv_chunk_a_rows_bits_do_not_depend_on_its_batch() -> None:
+    lengths, q_lens = (3000, 3, 777, 5000, 0), (1, 2, 5, 1, 3)
+    q = randn(sum(q_lens), 8, 64, dtype=torch.bfloat16)
+    rows = dict(zip(lengths, q.split(q_lens), strict=True))
+
+    def run(members: tuple[int, ...], page_size: int, seed: int, **options: int) -> dict[int, tuple[Tensor, Tensor]]:
+        cu = torch.tensor([0, *(len(rows[n]) for n in members)]).cumsum(0)
+        cache = make_cache(members, page_size=page_size, seed=seed)
+        out, lse = call(
+            "decode", torch.cat([rows[n] for n in members]), *cache, cu, device="cuda", kv_chunk=512, **options
+        )
+        parts = out.split([len(rows[n]) for n in members]), lse.split([len(rows[n]) for n in members], dim=1)
+        return dict(zip(members, zip(*parts, strict=True), strict=True))
+
+    whole = run(lengths, 16, 0)
+    for members, page_size, seed in (
+        ((5000,), 16, 1),
+        ((777, 3000), 64, 2),
+        ((3, 5000, 0), 48, 3),
+        (lengths[::-1], 1, 4),
+    ):
+        for hint in (0, 1, 64):
+            for n, (out, lse) in run(members, page_size, seed, max_seqlen_q=hint).items():
+                assert torch.equal(out, whole[n][0])
+                assert torch.equal(lse, whole[n][1])
+
+
+@pytest.mark.contract(13)
+@pytest.mark.parametrize("kv_chunk", [0, 512])
+@pytest.mark.parametrize("group", [4, 32])
+def test_the_same_bits_a_thousand_times(kv_chunk: int, group: int) -> None:
+    args = [move(x, "cuda") for x in (randn(len(RAGGED), 1, 2 * group, 64, dtype=torch.bfloat16), *make_cache(RAGGED))]
+    first = flashq.decode(*args, kv_chunk=kv_chunk)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        for a, b in zip(flashq.decode(*args, kv_chunk=kv_chunk), first, strict=True):
+            wrong += (a != b).any()
+    assert wrong.item() == 0
+
+
+@pytest.mark.contract(9, 12)
+@pytest.mark.parametrize("kv_chunk", [0, 512])
+def test_a_graph_replays_with_other_lengths_tables_and_queries(kv_chunk: int) -> None:
+    k, v, _, table = make_cache((6000,) * 4)
+    slots = [
+        torch.zeros(4, dtype=torch.int32),
+        table,
+        torch.zeros(5, dtype=torch.int64),
+        torch.zeros(4, dtype=torch.int32),
+    ]
+    q = randn(8, 8, 64, dtype=torch.bfloat16)
+    fixed = [x.cuda() for x in (q, k, v)]
+    seqlens, block_table, cu, start = (x.cuda() for x in slots)
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    flashq.decode(*fixed, seqlens, block_table, cu, start, kv_chunk=kv_chunk)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        out, lse = flashq.decode(*fixed, seqlens, block_table, cu, start, kv_chunk=kv_chunk)
+    generator = torch.Generator().manual_seed(0)
+    for lengths, q_ends, starts in (
+        ((6000, 1, 0, 400), (0, 1, 2, 4, 8), (0, 0, 0, 0)),
+        ((0, 0, 0, 0), (0, 2, 4, 6, 8), (0, 0, 0, 0)),
+        ((17, 6000, 6000, 5999), (0, 0, 5, 6, 7), (3, 5000, 0, 17)),
+        ((5, 6, 7, 8), (0, 1, 1, 1, 1), (5, 0, 1, 2)),
+    ):
+        order = torch.randperm(4, generator=generator)
+        values = torch.tensor(lengths), table[order], torch.tensor(q_ends), torch.tensor(starts)
+        for target, value in zip((seqlens, block_table, cu, start), values, strict=True):
+            target.copy_(value)
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        truth, true_lse = reference.decode(q, k, v, *values, dtype=torch.float64)
+        torch.testing.assert_close(out.cpu().double(), truth, rtol=0, atol=0.04)
+        torch.testing.assert_close(lse.cpu().double(), true_lse, rtol=0, atol=1e-4)
+
+
+@pytest.mark.contract(9)
+@pytest.mark.parametrize("kv_chunk", [0, 256])
+def test_values_out_of_range_are_clamped(kv_chunk: int) -> None:
+    k, v, _, table = make_cache((1600, 1600, 1600, 1600))
+    table = table[:, :100].contiguous()
+    q = randn(9, 4, 64, dtype=torch.bfloat16)
+
+    def run(seqlens: list[int], cu: list[int], start: list[int], table: Tensor = table) -> tuple[Tensor, Tensor]:
+        index = (torch.tensor(seqlens), table, torch.tensor(cu), torch.tensor(start))
+        return call("decode", q, k, v, *index, device="cuda", kv_chunk=kv_chunk)
+
+    wild = run([2**40, -5, 1600, 700], [0, 2, -7, 2**50, 3], [-1, 0, 2**33, 699])
+    tame = run([1600, 0, 1600, 700], [0, 2, 2, 9, 9], [0, 0, 1600, 699])
+    assert all(map(torch.equal, wild, tame))
+    # Pages that do not exist hold no tokens: the sequence is its other tokens, wherever they stand.
+    holes = table.clone()
+    holes[0, 3:90], holes[1] = 2**31 - 1, -1
+    out, lse = run([1600, 1600, 10, 10], [0, 1, 3, 4, 5], [0] * 4, holes)
+    closed = torch.cat([table[:1, :3], table[:1, 90:]], dim=1)
+    truth, true_lse = reference.decode(
+        q[:1], k, v, torch.tensor([208]), closed, torch.tensor([0, 1]), dtype=torch.float64
+    )
+    torch.testing.assert_close(out[:1].double(), truth, rtol=0, atol=0.04)
+    torch.testing.assert_close(lse[:, :1].double(), true_lse, rtol=0, atol=1e-4)
+    assert not out[1:3].any()
+    assert (lse[:, 1:3] == float("-inf")).all()
+
+
+@pytest.mark.contract(6)
+@pytest.mark.parametrize("kv_chunk", [0, 256])
+def test_a_lone_value_keeps_its_sign_of_zero(kv_chunk: int) -> None:
+    k, v, seqlens, table = make_cache((2000, 700))
+    v[:] = -0.0
+    q = randn(2, 3, 4, 64, dtype=torch.bfloat16)
+    for dtype in (None, torch.float32):
+        out, _ = call(
+            "decode", q, k, v, seqlens, table, device="cuda", window_left=0, kv_chunk=kv_chunk, out_dtype=dtype
+        )
+        assert out.signbit().all()
+
+
+@pytest.mark.parametrize("shared_bytes", [99 << 10, 163 << 10])
+def test_kernels_for_smaller_gpus(shared_bytes: int) -> None:
+    env = os.environ | {"FLASHQ_CUDA_ARCH": "80", "FLASHQ_CUDA_SMEM": str(shared_bytes)}
+    tests = [f"{__file__}::{name}" for name in ("test_ragged_lengths", "test_packed_queries_of_very_different_numbers")]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *tests], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
