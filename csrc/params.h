@@ -79,6 +79,11 @@ struct Tbq4View {
   int64_t exact_first, exact_last;
 };
 
+// Tokens that a sequence of a cache has room for, of a KvView or a Tbq4View.
+template <class Cache> FLASHQ_HD int64_t kv_capacity(const Cache& kv) {
+  return kv.block_table.given() ? capacity_of(kv.max_pages, kv.page_size) : kv.page_size;
+}
+
 struct AttentionParams {
   QueryView query;
   ScoreOptions score;

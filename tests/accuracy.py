@@ -53,15 +53,22 @@ def check_16bit(
 ) -> tuple[Tensor, Tensor]:
     """Runs prefill, prefill_varlen or decode and holds it to the contract; the arguments are the CPU's. Returns (out,
     lse). The reference runs on the CPU, if it is not too `big` for that."""
-    q = args[0]
     with using_threads(threads):
         out, lse = call(op, *args, device=device, **kwargs)
+    inputs = [move(x, device if big else "cpu") for x in args]
+    compare_16bit(out, lse, op, *inputs, on_cuda=torch.device(device).type == "cuda", **kwargs)
+    return out, lse
+
+
+def compare_16bit(out: Tensor, lse: Tensor, op: str, *args: Tensor | None, on_cuda: bool, **kwargs: Any) -> None:
+    """Holds results of prefill, prefill_varlen or decode, on the CPU, to the contract. The reference runs where the
+    arguments are."""
+    q = args[0]
     options = {k: v for k, v in kwargs.items() if k != "out_dtype"}
     stats: reference.Stats = {}
     eager = getattr(reference, op)
-    inputs = [move(x, device if big else "cpu") for x in args]
-    truth, true_lse = (x.cpu() for x in eager(*inputs, **options, dtype=torch.float64, stats=stats))
-    low = eager(*inputs, **options, dtype=q.dtype)[0].cpu()
+    truth, true_lse = (x.cpu() for x in eager(*args, **options, dtype=torch.float64, stats=stats))
+    low = eager(*args, **options, dtype=q.dtype)[0].cpu()
 
     assert out.shape == q.shape
     assert out.dtype == (kwargs.get("out_dtype") or q.dtype)
@@ -77,10 +84,9 @@ def check_16bit(
             assert gap.mean() <= 1.5 * eager_gap.mean(), f"mean {gap.mean():.3g}, eager's {eager_gap.mean():.3g}"
     score = stats["max_score"] if stats else 0.0
     bound = 1e-5 + 5e-7 * score if q.dtype == torch.float32 else 1e-4 + 1e-6 * score
-    if torch.device(device).type == "cuda" and kwargs.get("softcap"):
+    if on_cuda and kwargs.get("softcap"):
         bound = 1e-4 + 5e-4 * score  # the hardware's tanh
     assert_lse(lse, true_lse, bound)
-    return out, lse
 
 
 def relative_l2(out: Tensor, truth: Tensor) -> float:

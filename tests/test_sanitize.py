@@ -85,8 +85,7 @@ def test_planted_bugs_compile(tmp_path: Path) -> None:
 
 def test_every_op_of_the_cuda_backend_is_called() -> None:
     table = (runner.ROOT / "csrc/cuda/backend.cu").read_text()
-    entries = set(re.findall(r"^ +\.(\w+) = (?!nullptr)\w+,$", table, re.M))
-    entries = {entry for entry in entries if not entry.endswith("scratch_bytes")} - {"abi", "describe"}
+    entries = set(re.findall(r"= checked<(\w+)>,$", table, re.M))
     # prefill_varlen has no entry of its own.
     assert entries == {op.rstrip("_") for op in calls.CALLS} - {"prefill_varlen"}
     assert "prefill_varlen" in calls.CALLS
@@ -114,3 +113,20 @@ def test_calls_run_on_a_gpu(op: str) -> None:
             for call in table.get(op, list)():
                 calls.run(op, call)
     torch.cuda.synchronize()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="not a Hopper GPU")
+def test_calls_reach_every_kernel() -> None:
+    pattern = r"__global__\s+void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\s*\("
+    sources = [path for path in (runner.ROOT / "csrc/cuda").rglob("*.cu*") if path.stem != "check_indices"]
+    kernels = {name for path in sources for name in re.findall(pattern, path.read_text())}
+    assert "merge_kernel" in kernels
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile, torch.inference_mode():
+        for op, make in calls.CALLS.items():
+            for call in make():
+                calls.run(op, call)
+        torch.cuda.synchronize()
+    seen = {event.key for event in profile.key_averages()}
+    assert {"sm90::" in key for key in seen if re.search(r"\bprefill_kernel\b", key)} == {True, False}
+    assert {kernel for kernel in kernels if not any(re.search(rf"\b{kernel}\b", key) for key in seen)} == set()

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "backend.h"
+#include "cuda/check_indices.h"
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
 #include "exports.h"
@@ -20,20 +21,31 @@ const char* describe() {
   return text.c_str();
 }
 
+// An entry of the table. Under FLASHQ_CHECK=1 a call first raises what earlier ones found.
+template <auto kOp, class Params> Status checked(const Params& p, const Launch& launch) {
+  if (launch.check) {
+    if (const Status status = enter(launch); !status.ok()) return status;
+    if (const Status status = raise_finding(launch); !status.ok()) return status;
+    if constexpr (requires { check_indices(p, launch); })
+      if (const Status status = check_indices(p, launch); !status.ok()) return status;
+  }
+  return kOp(p, launch);
+}
+
 constexpr Backend kBackend{
     .abi = kBackendAbi,
     .attention_16_scratch_bytes = attention_16_scratch_bytes,
     .attention_tbq4_scratch_bytes = nullptr,
-    .prefill = prefill,
-    .decode = decode,
+    .prefill = checked<prefill>,
+    .decode = checked<decode>,
     .tbq4_attention = nullptr,
-    .kv_append = kv_append,
-    .tbq4_append = tbq4_append,
-    .tbq4_page_offsets = tbq4_page_offsets,
-    .tbq4_quantize = tbq4_quantize,
-    .tbq4_dequantize = tbq4_dequantize,
-    .tbq4_rotate = tbq4_rotate,
-    .merge_states = merge_states,
+    .kv_append = checked<kv_append>,
+    .tbq4_append = checked<tbq4_append>,
+    .tbq4_page_offsets = checked<tbq4_page_offsets>,
+    .tbq4_quantize = checked<tbq4_quantize>,
+    .tbq4_dequantize = checked<tbq4_dequantize>,
+    .tbq4_rotate = checked<tbq4_rotate>,
+    .merge_states = checked<merge_states>,
     .describe = describe,
 };
 

@@ -107,12 +107,6 @@ void choose_warps(DecodeLaunch& how, int32_t& stages, int64_t shared_bytes) {
       }
 }
 
-bool wide(const void* base, const int64_t (&strides)[3]) {
-  uintptr_t all = reinterpret_cast<uintptr_t>(base);
-  for (const int64_t stride : strides) all |= static_cast<uintptr_t>(stride * 2);
-  return widest_vector(all) == kVectorBytes;
-}
-
 }  // namespace
 
 int64_t decode_shared_bytes(int dim, int shape, int warps, int stages) {
@@ -153,8 +147,8 @@ Status decode(const Attention16Params& p, const Launch& launch) {
                             .team_warps = 1 << kDecodeTeamShift[how.shape],
                             .team_shift = kDecodeTeamShift[how.shape],
                             .stages = stages,
-                            .wide_q = wide(p.query.q, p.query.q_stride),
-                            .wide_kv = wide(kv.k, kv.k_stride) && wide(kv.v, kv.v_stride),
+                            .wide_q = rows_fit_vectors(p.query.q, p.query.q_stride),
+                            .wide_kv = rows_fit_vectors(kv.k, kv.k_stride) && rows_fit_vectors(kv.v, kv.v_stride),
                             .whole_groups = !kv.block_table.given() || kv.page_size % kGroup == 0};
   const Status status =
       (p.query.dtype == Dtype::kFloat16 ? launch_decode_fp16 : launch_decode_bf16)(how, params, launch);

@@ -5,7 +5,6 @@
 // slower: 19.6 us with 8 of them, 19.0 with 1, for 8192 tokens of 8 heads of 128 values in 16 bits on an H200.
 #include <cuda_runtime_api.h>
 
-#include "cuda/check.cuh"
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
 #include "cuda/vector.cuh"
@@ -26,11 +25,10 @@ struct Plane {
 struct CopyParams {
   Plane planes[2];  // keys, values
   IndexView slots;
-  Finding* finding;
   int64_t first_token, tokens;
   int64_t first_vector, vectors;   // of a token
   Divisor row_vectors, page_size;  // vectors of a head's row; slots of a page
-  int64_t num_pages, capacity;
+  int64_t num_pages;
 };
 
 // blockDim: (vectors, tokens); grid: (groups of tokens, groups of vectors).
@@ -50,10 +48,7 @@ template <class Chunk> __global__ void __launch_bounds__(kThreads) copy_kernel(c
   }
   if (slot < 0) return;
   const Quotient place = divide(slot, p.page_size);
-  if (place.quotient >= p.num_pages) {
-    if (vector == 0) report(p.finding, Finding::kKvAppendSlot, token, slot, p.capacity);
-    return;
-  }
+  if (place.quotient >= p.num_pages) return;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const Plane& plane = p.planes[i];
@@ -84,11 +79,6 @@ Plane plane_of(const void* source, const int64_t (&source_stride)[2], void* cach
           cache_stride[2] * element};
 }
 
-uintptr_t alignment_bits(const Plane& plane) {
-  return reinterpret_cast<uintptr_t>(plane.source) | reinterpret_cast<uintptr_t>(plane.cache) |
-         static_cast<uintptr_t>(plane.token | plane.head | plane.cache_page | plane.cache_slot | plane.cache_head);
-}
-
 }  // namespace
 
 Status kv_append(const KvAppendParams& p, const Launch& launch) {
@@ -98,13 +88,13 @@ Status kv_append(const KvAppendParams& p, const Launch& launch) {
   const int64_t element = s.dtype == Dtype::kFloat32 ? 4 : 2, row_bytes = s.head_dim * element;
   const Plane planes[2] = {plane_of(s.k, s.k_stride, p.k_cache, p.k_stride, element),
                            plane_of(s.v, s.v_stride, p.v_cache, p.v_stride, element)};
-  const int bytes =
-      widest_vector(alignment_bits(planes[0]) | alignment_bits(planes[1]) | static_cast<uintptr_t>(row_bytes));
+  const int bytes = widest_vector(address_bits(s.k, s.k_stride, element) | address_bits(s.v, s.v_stride, element) |
+                                  address_bits(p.k_cache, p.k_stride, element) |
+                                  address_bits(p.v_cache, p.v_stride, element) | static_cast<uintptr_t>(row_bytes));
   const int64_t row_vectors = row_bytes / bytes, page_size = max_of<int64_t>(p.page_size, 1);
-  CopyParams copy{
+  const CopyParams copy{
       .planes = {planes[0], planes[1]},
       .slots = s.slots,
-      .finding = finding_of(launch),
       .first_token = 0,
       .tokens = s.tokens,
       .first_vector = 0,
@@ -112,10 +102,7 @@ Status kv_append(const KvAppendParams& p, const Launch& launch) {
       .row_vectors = Divisor(row_vectors),
       .page_size = Divisor(page_size),
       .num_pages = p.page_size == 0 ? 0 : p.num_pages,  // pages of no slots: every slot is out of range
-      .capacity = INT64_MAX,
   };
-  int64_t capacity;
-  if (!__builtin_mul_overflow(copy.num_pages, page_size, &capacity)) copy.capacity = capacity;
   const auto stream = static_cast<cudaStream_t>(launch.stream);
   switch (bytes) {
     case 16: launch_copy<Vector<uint32_t, 4>>(copy, stream); break;

@@ -1,6 +1,5 @@
 #include <cuda_runtime_api.h>
 
-#include <atomic>
 #include <charconv>
 #include <cstdio>
 #include <cstdlib>
@@ -28,11 +27,9 @@ Status refuse_override(const char* variable, const char* expected, const char* g
 
 // What is known of a device. Filled once, so that a launch costs no queries.
 struct Slot {
-  std::once_flag described, finding_made;
+  std::once_flag described;
   Device device;
   Status problem;
-  Finding* finding = nullptr;
-  Status finding_problem;
 };
 
 Status query(int32_t device, Device& description) {
@@ -63,48 +60,6 @@ Slot* find_slot(int32_t device) {
   Slot& slot = slots[index];
   std::call_once(slot.described, [&] { slot.problem = query(device, slot.device); });
   return &slot;
-}
-
-// Pinned memory that kernels of the device can write. A capture on another thread would forbid the allocation, which
-// has nothing to do with it: hence the relaxed mode.
-Status make_finding(Finding*& finding) {
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  cudaError_t error = cudaThreadExchangeStreamCaptureMode(&mode);
-  if (error) return failure("pinned memory for FLASHQ_CHECK=1", error);
-  void* memory = nullptr;
-  error = cudaHostAlloc(&memory, sizeof(Finding), cudaHostAllocPortable | cudaHostAllocMapped);
-  const cudaError_t restored = cudaThreadExchangeStreamCaptureMode(&mode);
-  if (error || restored) return failure("pinned memory for FLASHQ_CHECK=1", error ? error : restored);
-  finding = new (memory) Finding{};
-  return {};
-}
-
-Status describe(const Finding& finding) {
-  const char* op = finding.what == Finding::kKvAppendSlot ? "kv_append_" : "tbq4_append_";
-  Status status;
-  std::snprintf(status.message, sizeof status.message,
-                "slots[%lld] of an earlier %s: expected a slot below the cache's %lld (or negative: skip), got %lld",
-                static_cast<long long>(finding.index), op, static_cast<long long>(finding.limit),
-                static_cast<long long>(finding.got));
-  return status;
-}
-
-// What the kernels of this stream, and those of others that are done, found wrong since the last call.
-Status take_finding(Slot& slot, const Launch& launch) {
-  std::call_once(slot.finding_made, [&] { slot.finding_problem = make_finding(slot.finding); });
-  if (!slot.finding) return slot.finding_problem;
-  const auto stream = static_cast<cudaStream_t>(launch.stream);
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(stream, &capture) || capture != cudaStreamCaptureStatusNone) {
-    (void)cudaGetLastError();  // the legacy stream may not even be asked while another one captures
-    return {};
-  }
-  if (const cudaError_t error = cudaStreamSynchronize(stream)) return failure("earlier kernels to succeed", error);
-  std::atomic_ref<int32_t> state(slot.finding->state);
-  if (state.load(std::memory_order_acquire) != Finding::kComplete) return {};
-  const Status status = describe(*slot.finding);
-  state.store(Finding::kNone, std::memory_order_release);
-  return status;
 }
 
 }  // namespace
@@ -141,16 +96,13 @@ Status describe_device(int32_t device, Device& description) {
 
 Status enter(const Launch& launch, Device& device) {
   if (const cudaError_t error = cudaSetDevice(launch.device)) return failure("a usable GPU", error);
-  if (const Status status = describe_device(launch.device, device); !status.ok()) return status;
-  return launch.check ? take_finding(*find_slot(launch.device), launch) : Status{};
+  return describe_device(launch.device, device);
 }
 
 Status enter(const Launch& launch) {
   Device device;
   return enter(launch, device);
 }
-
-Finding* finding_of(const Launch& launch) { return launch.check ? find_slot(launch.device)->finding : nullptr; }
 
 Status launch_status() {
   const cudaError_t error = cudaGetLastError();

@@ -1,5 +1,4 @@
-// Around every kernel launch: the GPU has to be one that flashq has code for, a failed launch becomes a Status, and
-// what an earlier kernel found wrong is raised.
+// Around every kernel launch: the GPU has to be one that flashq has code for, and a failed launch becomes a Status.
 #pragma once
 #include "backend.h"
 
@@ -27,24 +26,9 @@ struct Device {
 // Asks the driver once a device and process.
 [[nodiscard]] Status describe_device(int32_t device, Device& description);
 
-// A value out of range that a kernel met under FLASHQ_CHECK=1. One a device, in pinned host memory: kernels write it
-// where it stands, and nothing has to be copied back.
-struct Finding {
-  enum State : int32_t { kNone, kBeingWritten, kComplete };
-  enum Value : int32_t { kKvAppendSlot, kTbq4AppendSlot };
-
-  int32_t state;  // State
-  Value what;
-  int64_t index, got, limit;  // which element of the index tensor, its value, what that has to be below
-};
-
 // Makes the launch's device the current one of this library's CUDA runtime (torch has its own copy), and checks it.
-// With Launch::check it waits for the stream and returns what kernels found wrong since, unless the stream captures.
 [[nodiscard]] Status enter(const Launch& launch);
 [[nodiscard]] Status enter(const Launch& launch, Device& device);
-
-// Where a kernel reports to, on the device of the launch; null without Launch::check. Call after enter().
-[[nodiscard]] Finding* finding_of(const Launch& launch);
 
 // Call right after a launch. It does not wait for the kernel.
 [[nodiscard]] Status launch_status();

@@ -116,11 +116,11 @@ template <class T, int kVector, int kPieces, int kBatch> __global__ void __launc
   if (column == 0) p.lse[(row.batch * p.heads + row.head) * p.tokens + row.token] = copy ? lone_lse : state.lse();
 }
 
-// Whether every row of every partial can be read and written in vectors of 16 bytes.
+// Whether every row of every partial can be read and written in vectors of 16 bytes. One of no values has no room for
+// them.
 bool vectors_fit(const MergeParams& p, int64_t element) {
-  uintptr_t all = reinterpret_cast<uintptr_t>(p.outs) | reinterpret_cast<uintptr_t>(p.out);
-  for (const int64_t stride : p.outs_stride) all |= static_cast<uintptr_t>(stride * element);
-  return widest_vector(all | static_cast<uintptr_t>(p.head_dim * element)) == kVectorBytes;
+  return p.head_dim > 0 && widest_vector(address_bits(p.outs, p.outs_stride, element) | address_bits(p.out) |
+                                         static_cast<uintptr_t>(p.head_dim * element)) == kVectorBytes;
 }
 
 template <class T, int kVector, int kPieces, int kBatch> void launch_merge(const MergeParams& p, cudaStream_t stream) {

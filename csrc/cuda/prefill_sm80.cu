@@ -7,13 +7,6 @@
 namespace flashq::cuda {
 namespace {
 
-// Whether every row of q, k and v starts at a multiple of 16 bytes.
-bool aligned(const void* data, const int64_t (&stride)[3]) {
-  uintptr_t all = reinterpret_cast<uintptr_t>(data);
-  for (const int64_t x : stride) all |= static_cast<uintptr_t>(x * 2);
-  return widest_vector(all) == kVectorBytes;
-}
-
 // Calls f with the smallest instance for the head dim, as an integral constant.
 template <class F> auto with_dim(int64_t head_dim, F f) {
   if (head_dim <= 64) return f(std::integral_constant<int, 64>());
@@ -43,8 +36,9 @@ Status prefill_sm80(const Attention16Params& p, const Device& device, const Laun
                               .section = max_of<int64_t>(kSectionBytes / (keys * q.head_dim * 4), 1),
                               .splits = planned.splits,
                               .ring = 0,
-                              .narrow_q = !aligned(q.q, q.q_stride),
-                              .narrow_kv = !aligned(p.kv.k, p.kv.k_stride) || !aligned(p.kv.v, p.kv.v_stride)};
+                              .narrow_q = !rows_fit_vectors(q.q, q.q_stride),
+                              .narrow_kv =
+                                  !rows_fit_vectors(p.kv.k, p.kv.k_stride) || !rows_fit_vectors(p.kv.v, p.kv.v_stride)};
   return with_dim(q.head_dim, [&](auto dim) { return launch_prefill_sm80<dim()>(args, device, launch); });
 }
 

@@ -8,11 +8,6 @@
 
 namespace flashq::cuda {
 
-// Tokens that a sequence of a cache has room for.
-FLASHQ_HD int64_t kv_capacity(const KvView& kv) {
-  return kv.block_table.given() ? capacity_of(kv.max_pages, kv.page_size) : kv.page_size;
-}
-
 FLASHQ_HD int64_t clamp(int64_t x, int64_t least, int64_t most) { return max_of(least, min_of(x, most)); }
 
 // Keys of a tile that lie in a range: [begin, end), counted from the tile's first.
@@ -77,6 +72,17 @@ template <class X, class Op> __device__ __forceinline__ X scan_warp(X x, Op op) 
     if (lane >= step) x = op(x, other);
   }
   return x;
+}
+
+// Where packed sequence b begins: 0 for the first, for others the largest offset up to its own, of `tokens` at most.
+// That is the offset itself, if all are in range. Called by whole warps, all of whose lanes get the same answer.
+__device__ __forceinline__ int64_t packed_begin(const IndexView& cu_seqlens, int64_t b, int64_t tokens) {
+  int64_t largest = 0;
+#pragma unroll 4
+  for (int64_t i = 1 + threadIdx.x % 32; i <= b; i += 32) largest = max_of(largest, cu_seqlens(i));
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) largest = max_of(largest, __shfl_xor_sync(~0u, largest, step));
+  return min_of(largest, tokens);
 }
 
 // Tile number `tile` of all sequences. Called by whole warps, all of whose lanes get the same answer. Packed sequences

@@ -1,7 +1,6 @@
 // tbq4_append_: new tokens, quantized into the slots of a paged TBQ4 cache.
 #include <cuda_runtime_api.h>
 
-#include "cuda/check.cuh"
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
 #include "cuda/tbq4/bulk_encode.cuh"
@@ -25,7 +24,6 @@ struct AppendParams {
   const uint16_t* k_offsets;
   int64_t k_offsets_stride[2];
   IndexView slots;
-  Finding* finding;
   int64_t num_pages, kv_heads;
   WideDivisor page_size, token_blocks;  // blocks of a token: kv_heads * row_blocks
   int64_t blocks;                       // of each half
@@ -48,15 +46,11 @@ __device__ __forceinline__ const typename T::Storage* source_of(const Half& half
          block.head * half.head_stride + block.part * kWidth;
 }
 
-// The block of the planes that a slot gives, or -1 where it gives none; keys report a slot beyond the cache.
-__device__ __forceinline__ int64_t target_of(const AppendParams& p, const Block& block, int64_t slot, bool is_key) {
+// The block of the planes that a slot gives, or -1 where it gives none.
+__device__ __forceinline__ int64_t target_of(const AppendParams& p, const Block& block, int64_t slot) {
   if (slot < 0) return -1;
   const Quotient at = p.page_size.divide(slot);
-  if (at.quotient >= p.num_pages) {
-    if (is_key && block.head == 0 && block.part == 0)
-      report(p.finding, Finding::kTbq4AppendSlot, block.token, slot, p.num_pages * p.page_size.value());
-    return -1;
-  }
+  if (at.quotient >= p.num_pages) return -1;
   return ((at.quotient * p.kv_heads + block.head) * p.page_size.value() + at.remainder) * p.row_blocks + block.part;
 }
 
@@ -83,7 +77,7 @@ template <class T, int kWidth, bool kVector> __global__ void __launch_bounds__(B
       const Block block = block_at(p, index);
       const int64_t slot = p.slots(block.token);
       load_values<T, kVector>(source_of<T, kWidth>(half, block) + column, x);
-      target = target_of(p, block, slot, is_key && lanes.lane() == 0);
+      target = target_of(p, block, slot);
       if (is_key && p.k_offsets && target >= 0) {
         float offset[kValues];
         load_values<Float16, kVector>(offset_of<kWidth>(p, block, slot) + column, offset);
@@ -123,7 +117,7 @@ template <class T, int kBlockWidth, bool kOffsets> struct AppendJob : AppendPara
     const int64_t from = index(group, lane);
     if (from >= blocks) return {nullptr, nullptr};
     const Block block = block_at(*this, from);
-    const int64_t at = target_of(*this, block, slots(block.token), group < half_groups);
+    const int64_t at = target_of(*this, block, slots(block.token));
     if (at < 0) return {nullptr, nullptr};
     return {half(group).codes + at * (kBlockWidth / 2), half(group).norms + at};
   }
@@ -137,22 +131,13 @@ template <class T, int kBlockWidth, bool kOffsets> struct AppendJob : AppendPara
   }
 };
 
-// Or-ed bits of every address that wide loads and stores are made of.
-template <class T> uintptr_t address_bits(const Tbq4AppendParams& p) {
-  constexpr auto kElement = static_cast<int64_t>(sizeof(typename T::Storage));
+// Whether every row can be read, and its codes written, in vectors of 16 bytes.
+bool vectors_fit(const Tbq4AppendParams& p) {
   const AppendSource& s = p.source;
-  uintptr_t all = reinterpret_cast<uintptr_t>(s.k) | reinterpret_cast<uintptr_t>(s.v) |
-                  reinterpret_cast<uintptr_t>(p.k_codes) | reinterpret_cast<uintptr_t>(p.v_codes);
-  for (const int64_t* stride : {s.k_stride, s.v_stride}) {
-    if (s.tokens > 1) all |= static_cast<uintptr_t>(stride[0] * kElement);
-    if (s.kv_heads > 1) all |= static_cast<uintptr_t>(stride[1] * kElement);
-  }
-  if (p.k_offsets) {
-    all |= reinterpret_cast<uintptr_t>(p.k_offsets);
-    if (p.num_pages > 1) all |= static_cast<uintptr_t>(p.k_offsets_stride[0] * 2);
-    if (s.kv_heads > 1) all |= static_cast<uintptr_t>(p.k_offsets_stride[1] * 2);
-  }
-  return all;
+  const int64_t element = s.dtype == Dtype::kFloat32 ? 4 : 2;
+  return widest_vector(address_bits(s.k, s.k_stride, element) | address_bits(s.v, s.v_stride, element) |
+                       address_bits(p.k_codes) | address_bits(p.v_codes) |
+                       address_bits(p.k_offsets, p.k_offsets_stride, 2)) == kVectorBytes;
 }
 
 // False: too few blocks, or no room.
@@ -177,14 +162,13 @@ Status tbq4_append(const Tbq4AppendParams& p, const Launch& launch) {
   params.k_offsets_stride[0] = p.k_offsets_stride[0];
   params.k_offsets_stride[1] = p.k_offsets_stride[1];
   params.slots = s.slots;
-  params.finding = finding_of(launch);
   params.num_pages = p.page_size == 0 ? 0 : p.num_pages;  // pages of no slots: every slot is out of range
   params.kv_heads = s.kv_heads;
   params.page_size = WideDivisor(max_of<int64_t>(p.page_size, 1));
   const auto stream = static_cast<cudaStream_t>(launch.stream);
   with_dtype(s.dtype, [&](auto t) {
     using T = decltype(t);
-    with_width(s.head_dim, address_bits<T>(p) % kVectorBytes == 0, [&](auto width, auto aligned) {
+    with_width(s.head_dim, vectors_fit(p), [&](auto width, auto aligned) {
       constexpr int kWidth = width.value;
       params.row_blocks = static_cast<int>(s.head_dim) / kWidth;
       params.token_blocks = WideDivisor(s.kv_heads * params.row_blocks);

@@ -26,17 +26,17 @@ template <class T, int kWidth, bool kVector> class OffsetBlock {
     bool available[kTileKeys];
   };
 
-  __device__ OffsetBlock(const PageOffsetsParams& p, Shared& shared) : p_(p), shared_(shared) {
-    const int64_t length = clamp(p.seqlens(sequence_), 0, capacity_of(p.max_pages, p.page_size));
-    first_row_ = clamp(p.cu_seqlens(sequence_), 0, p.tokens);
-    const int64_t added = clamp(p.cu_seqlens(sequence_ + 1), first_row_, p.tokens) - first_row_;
-    rule_ = {length - min_of(added, length), length, p.kv_start.given() ? clamp(p.kv_start(sequence_), 0, length) : 0,
-             p.page_size};
-  }
+  __device__ OffsetBlock(const PageOffsetsParams& p, Shared& shared, int64_t sequence, int64_t head)
+      : p_(p), shared_(shared), sequence_(sequence), head_(head) {}
 
   __device__ void run() {
+    // Where the keys begin takes a scan if earlier offsets are out of range. From the one before alone, a sequence has
+    // at least as many new keys and opens at least as many pages: mostly none.
+    set_rows(sequence_ == 0 ? 0 : clamp(p_.cu_seqlens(sequence_), 0, p_.tokens));
+    if (rule_.opened_pages().empty()) return;
+    set_rows(packed_begin(p_.cu_seqlens, sequence_, p_.tokens));
     const KeyRange pages = rule_.opened_pages();
-    for (int64_t i = pages.begin + blockIdx.z; i < pages.end; i += gridDim.z) {
+    for (int64_t i = pages.begin + blockIdx.y; i < pages.end; i += gridDim.y) {
       const int64_t page = p_.block_table(sequence_, i);
       if (page < 0 || page >= p_.num_pages) continue;
       tbq4::OffsetMean mean;
@@ -51,6 +51,15 @@ template <class T, int kWidth, bool kVector> class OffsetBlock {
   using Storage = typename T::Storage;
   using Lanes = BlockLanes<kWidth>;
   static constexpr int kValues = Lanes::kValues;
+
+  // The sequence's new keys are rows of k from `first` on.
+  __device__ void set_rows(int64_t first) {
+    const int64_t length = clamp(p_.seqlens(sequence_), 0, capacity_of(p_.max_pages, p_.page_size));
+    const int64_t added = clamp(p_.cu_seqlens(sequence_ + 1), first, p_.tokens) - first;
+    first_row_ = first;
+    rule_ = {length - min_of(added, length), length, p_.kv_start.given() ? clamp(p_.kv_start(sequence_), 0, length) : 0,
+             p_.page_size};
+  }
 
   // Thread d adds element d of the keys. Returns whether any was available, to all threads.
   __device__ bool add_keys(KeyRange keys, tbq4::OffsetMean& mean) {
@@ -126,8 +135,8 @@ template <class T, int kWidth, bool kVector> class OffsetBlock {
   const PageOffsetsParams& p_;
   Shared& shared_;
   const Lanes lanes_;
-  const int64_t sequence_ = blockIdx.x, head_ = blockIdx.y;
-  int64_t first_row_;  // in k
+  const int64_t sequence_, head_;
+  int64_t first_row_;
   tbq4::OffsetRule rule_;
 };
 
@@ -135,18 +144,17 @@ template <class T, int kWidth, bool kVector> __global__ void __launch_bounds__(k
     page_offsets_kernel(const __grid_constant__ PageOffsetsParams p) {
   using Block = OffsetBlock<T, kWidth, kVector>;
   __shared__ typename Block::Shared shared;
-  Block(p, shared).run();
+  for (int64_t i = blockIdx.x; i < p.batch * p.kv_heads; i += gridDim.x) {
+    const Quotient at = divide(i, p.kv_heads);
+    Block(p, shared, at.quotient, at.remainder).run();
+  }
 }
 
-// Or-ed bits of every address that wide loads are made of, 4 bytes of codes counting as 16.
-template <class T> uintptr_t address_bits(const PageOffsetsParams& p) {
-  constexpr auto kElement = static_cast<int64_t>(sizeof(typename T::Storage));
-  uintptr_t all = reinterpret_cast<uintptr_t>(p.k) | reinterpret_cast<uintptr_t>(p.exact.k) |
-                  reinterpret_cast<uintptr_t>(p.k_offsets) | reinterpret_cast<uintptr_t>(p.k_codes) * 4;
-  for (const int64_t stride : p.k_stride) all |= static_cast<uintptr_t>(stride * kElement);
-  for (const int64_t stride : p.exact.k_stride) all |= static_cast<uintptr_t>(stride * kElement);
-  for (const int64_t stride : p.k_offsets_stride) all |= static_cast<uintptr_t>(stride * 2);
-  return all;
+// Whether keys and offsets can be read in vectors of 16 bytes, and codes in those of 4.
+bool vectors_fit(const PageOffsetsParams& p) {
+  const int64_t element = p.dtype == Dtype::kFloat32 ? 4 : 2;
+  return widest_vector(address_bits(p.k, p.k_stride, element) | address_bits(p.exact.k, p.exact.k_stride, element) |
+                       address_bits(p.k_offsets, p.k_offsets_stride, 2) | address_bits(p.k_codes) * 4) == kVectorBytes;
 }
 
 }  // namespace
@@ -154,14 +162,14 @@ template <class T> uintptr_t address_bits(const PageOffsetsParams& p) {
 Status tbq4_page_offsets(const PageOffsetsParams& p, const Launch& launch) {
   if (const Status status = enter(launch); !status.ok()) return status;
   if (p.tokens == 0 || p.batch == 0 || p.kv_heads == 0) return {};
-  constexpr int64_t kMaxGridZ = 65535;
+  constexpr int64_t kMaxGridX = INT32_MAX, kMaxGridY = 65535;
   // As many blocks a sequence as it opens pages on average: one in a decode step, all at work for a long prompt.
-  const int64_t splits = clamp(ceil_div(p.tokens, p.page_size) / p.batch, 1, kMaxGridZ);
-  const dim3 grid(static_cast<unsigned>(p.batch), static_cast<unsigned>(p.kv_heads), static_cast<unsigned>(splits));
+  const int64_t splits = clamp(ceil_div(p.tokens, p.page_size) / p.batch, 1, kMaxGridY);
+  const dim3 grid(static_cast<unsigned>(min_of(p.batch * p.kv_heads, kMaxGridX)), static_cast<unsigned>(splits));
   const auto stream = static_cast<cudaStream_t>(launch.stream);
   with_dtype(p.dtype, [&](auto t) {
     using T = decltype(t);
-    with_width(p.head_dim, address_bits<T>(p) % kVectorBytes == 0, [&](auto width, auto aligned) {
+    with_width(p.head_dim, vectors_fit(p), [&](auto width, auto aligned) {
       page_offsets_kernel<T, width.value, aligned.value != 0><<<grid, kThreads, 0, stream>>>(p);
     });
   });

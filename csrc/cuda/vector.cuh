@@ -46,11 +46,24 @@ template <class T, int kCount> struct Packed {
   }
 };
 
-// The widest vector, in bytes, up to kVectorBytes, that fits every address and byte stride whose bits are or-ed in
-// `all`.
+// What divides the addresses of rows: the bits of their base and of the strides between them (elements), or-ed.
+[[nodiscard]] inline uintptr_t address_bits(const void* base) { return reinterpret_cast<uintptr_t>(base); }
+template <size_t kDims>
+[[nodiscard]] uintptr_t address_bits(const void* base, const int64_t (&stride)[kDims], int64_t element_bytes) {
+  uintptr_t all = address_bits(base);
+  for (const int64_t x : stride) all |= static_cast<uintptr_t>(x * element_bytes);
+  return all;
+}
+
+// The widest vector, in bytes, up to kVectorBytes, that fits every address whose address_bits() are or-ed in `all`.
 [[nodiscard]] inline int widest_vector(uintptr_t all) {
   all |= kVectorBytes;
   return static_cast<int>(all & (~all + 1));
+}
+
+// Whether every row of 16-bit values can be read in vectors of 16 bytes.
+template <size_t kDims> [[nodiscard]] bool rows_fit_vectors(const void* base, const int64_t (&stride)[kDims]) {
+  return widest_vector(address_bits(base, stride, 2)) == kVectorBytes;
 }
 
 struct Quotient { int64_t quotient, remainder; };

@@ -5,10 +5,8 @@
 namespace flashq {
 namespace {
 
-// k and v (T, Hkv, D) of one dtype, and the slot of each token. On the CPU a slot past the cache is refused before
-// anything is written; CUDA skips it.
-AppendSource view_source(const Op& op, const Call& call, const Tensor& k, const Tensor& v, const Tensor& slots,
-                         int64_t capacity) {
+// k and v (T, Hkv, D) of one dtype, and the slot of each token.
+AppendSource view_source(const Op& op, const Tensor& k, const Tensor& v, const Tensor& slots) {
   AppendSource source{};
   source.dtype = expect_float_dtype(op, "k", k, true);
   expect_shape(op, "k", k, {{"T"}, {"Hkv"}, {"D"}});
@@ -27,12 +25,6 @@ AppendSource view_source(const Op& op, const Call& call, const Tensor& k, const 
   source.kv_heads = k.size(1);
   source.head_dim = k.size(2);
   source.slots = index_view(op, "slots", slots, {{"T", k.size(0)}}, "k", k);
-  if (call.on_cpu())
-    for (int64_t t = 0; t < source.tokens; ++t)
-      if (source.slots(t) >= capacity)
-        op.refuse("slots[" + std::to_string(t) + "]",
-                  "a slot below the cache's " + std::to_string(capacity) + " (or negative: skip)",
-                  std::to_string(source.slots(t)));
   return source;
 }
 
@@ -46,7 +38,7 @@ void kv_append_(const Tensor& k, const Tensor& v, const Tensor& k_cache, const T
   if (k_cache.dim() != 4) op.refuse("k_cache", "shape (P, N, Hkv, D)", "shape " + shape_of(k_cache));
   const int64_t pages = k_cache.size(0), page_size = k_cache.size(1);
   KvAppendParams params{};
-  params.source = view_source(op, call, k, v, slots, capacity_of(pages, page_size));
+  params.source = view_source(op, k, v, slots);
   for (const auto& [name, t] : {std::pair{"k_cache", &k_cache}, std::pair{"v_cache", &v_cache}}) {
     expect_same_dtype(op, name, *t, "k", k);
     expect_same_device(op, name, *t, "k", k);
@@ -61,6 +53,7 @@ void kv_append_(const Tensor& k, const Tensor& v, const Tensor& k_cache, const T
   }
   params.num_pages = pages;
   params.page_size = page_size;
+  call.check_values(params);
   call.run(&Backend::kv_append, params);
 }
 
@@ -80,7 +73,7 @@ void tbq4_append_(const Tensor& k, const Tensor& v, const Tensor& k_codes, const
   expect_tbq4_head_dim(op, "k", head_dim);
   const Planes planes = view_planes(op, {k_codes, k_norms, v_codes, v_norms}, head_dim, kv_heads, "k", k);
   Tbq4AppendParams params{};
-  params.source = view_source(op, call, k, v, slots, capacity_of(planes.pages, planes.page_size));
+  params.source = view_source(op, k, v, slots);
   params.k_codes = static_cast<uint8_t*>(k_codes.mutable_data_ptr());
   params.v_codes = static_cast<uint8_t*>(v_codes.mutable_data_ptr());
   params.k_norms = static_cast<uint16_t*>(k_norms.mutable_data_ptr());
@@ -89,6 +82,7 @@ void tbq4_append_(const Tensor& k, const Tensor& v, const Tensor& k_codes, const
   params.page_size = planes.page_size;
   params.k_offsets = view_offsets(op, k_offsets, planes.pages, kv_heads, head_dim, "k", k, params.k_offsets_stride);
   params.reject_nonfinite = call.on_cpu() && check_mode();
+  call.check_values(params);
   call.run(&Backend::tbq4_append, params);
 }
 

@@ -2,6 +2,8 @@
 
 #include <cmath>
 
+#include "core/mask.h"
+
 namespace flashq {
 namespace {
 
@@ -100,8 +102,7 @@ void fill_cache_params(const Op& op, const Call& call, const CacheArgs& args, in
   params.query = view_query(op, call, args.q, packed, kv_heads, kv_argument);
   params.score = view_score(op, args.score, args.sinks, args.q);
   if (packed)
-    params.query.batch = view_cu_seqlens(op, call, "cu_seqlens_q", *args.cu_seqlens_q, args.q,
-                                         params.query.total_tokens, params.query.cu_seqlens_q);
+    params.query.batch = view_cu_seqlens(op, "cu_seqlens_q", *args.cu_seqlens_q, args.q, params.query.cu_seqlens_q);
   const int64_t batch = params.query.batch;
   params.seqlens = index_view(op, "seqlens", args.seqlens, {{"B", batch}}, "q", args.q);
   if (args.kv_start) params.kv_start = index_view(op, "kv_start", *args.kv_start, {{"B", batch}}, "q", args.q);
@@ -111,68 +112,23 @@ void fill_cache_params(const Op& op, const Call& call, const CacheArgs& args, in
   params.kv_chunk = min_of(args.kv_chunk, kWidestWindow);
 }
 
-int64_t view_block_table(const Op& op, const OptionalTensor& table, const Tensor& q, int64_t batch, const char* cache,
-                         int64_t num_pages, int64_t page_size, IndexView& view, int64_t& max_pages) {
+void view_block_table(const Op& op, const OptionalTensor& table, const Tensor& q, int64_t batch, const char* cache,
+                      int64_t num_pages, IndexView& view, int64_t& max_pages) {
   if (!table) {
     if (num_pages < batch)
       op.refuse(cache, "at least one page a sequence (" + std::to_string(batch) + "), because there is no block_table",
                 std::to_string(num_pages) + " pages");
-    return page_size;
+    return;
   }
   view = index_view(op, "block_table", *table, {{"B", batch}, {"max_pages"}}, "q", q);
   max_pages = table->size(1);
-  return capacity_of(max_pages, page_size);
 }
 
-int64_t view_cu_seqlens(const Op& op, const Call& call, const char* argument, const Tensor& cu_seqlens, const Tensor& q,
-                        int64_t tokens, IndexView& view) {
+int64_t view_cu_seqlens(const Op& op, const char* argument, const Tensor& cu_seqlens, const Tensor& q,
+                        IndexView& view) {
   view = index_view(op, argument, cu_seqlens, {{"B + 1"}}, "q", q);
   if (cu_seqlens.size(0) < 1) op.refuse(argument, "at least one element", "shape (0,)");
-  const int64_t batch = cu_seqlens.size(0) - 1;
-  if (!call.on_cpu()) return batch;
-  int64_t last = view(0);
-  if (last != 0) op.refuse(std::string(argument) + "[0]", "0", std::to_string(last));
-  for (int64_t b = 1; b <= batch; ++b) {
-    const int64_t next = view(b);
-    if (next < last || next > tokens)
-      op.refuse(std::string(argument) + "[" + std::to_string(b) + "]",
-                "a value from " + std::to_string(last) + " (the one before) to " + std::to_string(tokens) +
-                    " (all tokens)",
-                std::to_string(next));
-    last = next;
-  }
-  return batch;
-}
-
-void check_lengths(const Op& op, int64_t batch, const IndexView& seqlens, const IndexView& kv_start, int64_t capacity) {
-  for (int64_t b = 0; b < batch; ++b) {
-    const int64_t length = seqlens(b);
-    if (length < 0 || length > capacity)
-      op.refuse("seqlens[" + std::to_string(b) + "]", "a length from 0 to the capacity of " + std::to_string(capacity),
-                std::to_string(length));
-    if (!kv_start.given()) continue;
-    const int64_t start = kv_start(b);
-    if (start < 0 || start > length)
-      op.refuse("kv_start[" + std::to_string(b) + "]", "a value from 0 to the length " + std::to_string(length),
-                std::to_string(start));
-  }
-}
-
-Mask mask_of(const AttentionParams& params, int64_t sequence) {
-  const QueryView& query = params.query;
-  return {.q_len = query.cu_seqlens_q.given() ? query.cu_seqlens_q(sequence + 1) - query.cu_seqlens_q(sequence)
-                                              : query.q_len,
-          .kv_len = params.seqlens(sequence),
-          .kv_start = params.kv_start.given() ? params.kv_start(sequence) : 0,
-          .window_left = params.score.window_left,
-          .window_right = params.score.window_right,
-          .causal = params.score.causal};
-}
-
-void check_page(const Op& op, int64_t sequence, int64_t entry, int64_t page, int64_t num_pages) {
-  if (page < 0 || page >= num_pages)
-    op.refuse("block_table[" + std::to_string(sequence) + ", " + std::to_string(entry) + "]",
-              "a page from 0 to " + std::to_string(num_pages - 1), std::to_string(page));
+  return cu_seqlens.size(0) - 1;
 }
 
 }  // namespace flashq

@@ -1,6 +1,5 @@
 // What the attention ops share: q with its outputs, options, and index tensors, checked and turned into Params.
 #pragma once
-#include "core/mask.h"
 #include "ops/launch.h"
 #include "ops/ops.h"
 
@@ -37,20 +36,12 @@ void expect_like_query(const Op& op, const char* argument, const Tensor& t, cons
 // Everything of a cache op but the cache itself.
 void fill_cache_params(const Op& op, const Call& call, const CacheArgs& args, int64_t kv_heads, const char* kv_argument,
                        AttentionParams& params);
-// block_table (B, max_pages), or none: then a page a sequence has to exist. Returns the capacity of a sequence in
-// tokens.
-[[nodiscard]] int64_t view_block_table(const Op& op, const OptionalTensor& table, const Tensor& q, int64_t batch,
-                                       const char* cache, int64_t num_pages, int64_t page_size, IndexView& view,
-                                       int64_t& max_pages);
+// block_table (B, max_pages), or none: then a page a sequence has to exist.
+void view_block_table(const Op& op, const OptionalTensor& table, const Tensor& q, int64_t batch, const char* cache,
+                      int64_t num_pages, IndexView& view, int64_t& max_pages);
 
-// cu_seqlens (B + 1) over `tokens` packed tokens; returns B.
-[[nodiscard]] int64_t view_cu_seqlens(const Op& op, const Call& call, const char* argument, const Tensor& cu_seqlens,
-                                      const Tensor& q, int64_t tokens, IndexView& view);
-
-// The values of index tensors, read on the CPU only: on CUDA kernels clamp them instead (no host synchronisation).
-void check_lengths(const Op& op, int64_t batch, const IndexView& seqlens, const IndexView& kv_start, int64_t capacity);
-// The mask of a sequence of a cache op.
-[[nodiscard]] Mask mask_of(const AttentionParams& params, int64_t sequence);
-void check_page(const Op& op, int64_t sequence, int64_t entry, int64_t page, int64_t num_pages);
+// cu_seqlens (B + 1); returns B.
+[[nodiscard]] int64_t view_cu_seqlens(const Op& op, const char* argument, const Tensor& cu_seqlens, const Tensor& q,
+                                      IndexView& view);
 
 }  // namespace flashq

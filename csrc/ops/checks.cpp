@@ -152,7 +152,10 @@ IndexView index_view(const Op& op, const char* argument, const Tensor& t, Shape 
   expect_dtype(op, argument, t, {ScalarType::Int, ScalarType::Long});
   expect_same_device(op, argument, t, other_name, other);
   expect_shape(op, argument, t, shape);
-  return {t.const_data_ptr(), {t.stride(0), t.dim() > 1 ? t.stride(1) : 0}, t.scalar_type() == ScalarType::Long};
+  static constexpr int64_t kNothing = 0;
+  const void* data = t.const_data_ptr();
+  if (!data) data = &kNothing;  // a table of no columns is given, and has no room for any token
+  return {data, {t.stride(0), t.dim() > 1 ? t.stride(1) : 0}, t.scalar_type() == ScalarType::Long};
 }
 
 }  // namespace flashq

@@ -1,24 +1,6 @@
 #include "ops/attention_args.h"
 
 namespace flashq {
-namespace {
-
-// Only entries of pages that some query sees are read, here and in the kernel.
-void check_pages(const Op& op, const Attention16Params& params) {
-  const KvView& kv = params.kv;
-  if (!kv.block_table.given()) return;
-  for (int64_t b = 0; b < params.query.batch; ++b) {
-    const Mask mask = mask_of(params, b);
-    if (mask.q_len == 0) continue;
-    const KeyRange seen = mask.visible(0, mask.q_len - 1);
-    if (seen.empty()) continue;
-    for (int64_t i = seen.begin / kv.page_size; i <= (seen.end - 1) / kv.page_size; ++i)
-      check_page(op, b, i, kv.block_table(b, i), kv.num_pages);
-  }
-}
-
-}  // namespace
-
 Results decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& seqlens,
                const OptionalTensor& block_table, const OptionalTensor& cu_seqlens_q, const OptionalTensor& kv_start,
                const OptionalTensor& sinks, int64_t max_seqlen_q, std::optional<double> scale, bool causal,
@@ -55,12 +37,8 @@ Results decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, co
         .block_table = {},
         .max_pages = 0,
         .cu_seqlens_k = {}};
-  const int64_t capacity = view_block_table(op, block_table, q, params.query.batch, "k_cache", pages, page_size,
-                                            kv.block_table, kv.max_pages);
-  if (call.on_cpu()) {
-    check_lengths(op, params.query.batch, params.seqlens, params.kv_start, capacity);
-    check_pages(op, params);
-  }
+  view_block_table(op, block_table, q, params.query.batch, "k_cache", pages, kv.block_table, kv.max_pages);
+  call.check_values(params);
   Results results = make_outputs(op, call, q, out_dtype, params.query);
   call.run(&Backend::decode, &Backend::attention_16_scratch_bytes, params);
   return results;

@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include "backend.h"
+#include "core/index_checks.h"
 #include "ops/checks.h"
 
 namespace flashq {
@@ -17,6 +18,15 @@ class Call {
   [[nodiscard]] Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef size, ScalarType dtype) const;
   // Scratch of `bytes`, 64-byte aligned; `owner` keeps it alive (torch's allocator takes it back in stream order).
   [[nodiscard]] void* scratch(int64_t bytes, std::optional<Tensor>& owner) const;
+
+  // On the CPU: refuses what index tensors must not hold. On CUDA only the device knows their values.
+  template <class Params> void check_values(const Params& params) const {
+    if (!on_cpu_) return;
+    const int64_t items = count_items(params);
+    for (int64_t i = 0; i < items; ++i) refuse(check_item(params, i));
+    if constexpr (requires { check_pages(params, 0, 0, 1); })
+      for (int64_t i = 0; i < items; ++i) refuse(check_pages(params, i, 0, 1));
+  }
 
   // Runs one entry of the backend's table. An op that the backend lacks, and what the backend reports, become
   // exceptions.
@@ -38,6 +48,9 @@ class Call {
   template <class Function> [[nodiscard]] Function require(Function Backend::* entry) const {
     if (!(backend_->*entry)) refuse_missing();
     return backend_->*entry;
+  }
+  void refuse(const IndexFault& fault) const {
+    if (fault.found()) op_.refuse(fault.argument(), fault.expected(), std::to_string(fault.got));
   }
   void check(const Status& status) const;
   [[noreturn]] void refuse_missing() const;

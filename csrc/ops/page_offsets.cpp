@@ -1,26 +1,7 @@
-#include "core/tbq4/page_offsets.h"
-
 #include "ops/attention_args.h"
 #include "ops/tbq4_planes.h"
 
 namespace flashq {
-namespace {
-
-// The values of index tensors, on the CPU: lengths, and the table's entries of the pages that the append opens.
-void check_values(const Op& op, const PageOffsetsParams& p) {
-  check_lengths(op, p.batch, p.seqlens, p.kv_start, capacity_of(p.max_pages, p.page_size));
-  for (int64_t b = 0; b < p.batch; ++b) {
-    const int64_t length = p.seqlens(b), added = p.cu_seqlens(b + 1) - p.cu_seqlens(b);
-    if (added > length)
-      op.refuse("seqlens[" + std::to_string(b) + "]", "at least the " + std::to_string(added) + " keys of this append",
-                std::to_string(length));
-    const tbq4::OffsetRule rule{length - added, length, p.kv_start.given() ? p.kv_start(b) : 0, p.page_size};
-    const KeyRange pages = rule.opened_pages();
-    for (int64_t i = pages.begin; i < pages.end; ++i) check_page(op, b, i, p.block_table(b, i), p.num_pages);
-  }
-}
-
-}  // namespace
 
 void tbq4_page_offsets_(const Tensor& k, const Tensor& k_codes, const Tensor& k_norms, const Tensor& k_offsets,
                         const Tensor& seqlens, const Tensor& block_table, const Tensor& cu_seqlens,
@@ -54,7 +35,7 @@ void tbq4_page_offsets_(const Tensor& k, const Tensor& k_codes, const Tensor& k_
   p.page_size = planes.page_size;
   (void)view_offsets(op, k_offsets, p.num_pages, p.kv_heads, p.head_dim, "k", k, p.k_offsets_stride);
   p.k_offsets = static_cast<uint16_t*>(k_offsets.mutable_data_ptr());
-  p.batch = view_cu_seqlens(op, call, "cu_seqlens", cu_seqlens, k, p.tokens, p.cu_seqlens);
+  p.batch = view_cu_seqlens(op, "cu_seqlens", cu_seqlens, k, p.cu_seqlens);
   p.seqlens = index_view(op, "seqlens", seqlens, {{"B", p.batch}}, "k", k);
   if (kv_start) p.kv_start = index_view(op, "kv_start", *kv_start, {{"B", p.batch}}, "k", k);
   p.block_table = index_view(op, "block_table", block_table, {{"B", p.batch}, {"max_pages"}}, "k", k);
@@ -75,7 +56,7 @@ void tbq4_page_offsets_(const Tensor& k, const Tensor& k_codes, const Tensor& k_
     if (p.tokens > 0) op.refuse("k_codes", "pages of at least one token", "shape " + shape_of(k_codes));
     return;
   }
-  if (call.on_cpu()) check_values(op, p);
+  call.check_values(p);
   call.run(&Backend::tbq4_page_offsets, p);
 }
 

@@ -59,10 +59,10 @@ Results prefill_varlen(const Tensor& q, const Tensor& k, const Tensor& v, const 
   fill_dense(op, call, q, k, v, true, sinks, {scale, causal, window_left, window_right, softcap}, params);
   expect_at_least(op, "max_seqlen_q", max_seqlen_q, 0);
   expect_at_least(op, "max_seqlen_k", max_seqlen_k, 0);
-  params.query.batch = view_cu_seqlens(op, call, "cu_seqlens_q", cu_seqlens_q, q, q.size(0), params.query.cu_seqlens_q);
-  if (view_cu_seqlens(op, call, "cu_seqlens_k", cu_seqlens_k, q, k.size(0), params.kv.cu_seqlens_k) !=
-      params.query.batch)
+  params.query.batch = view_cu_seqlens(op, "cu_seqlens_q", cu_seqlens_q, q, params.query.cu_seqlens_q);
+  if (view_cu_seqlens(op, "cu_seqlens_k", cu_seqlens_k, q, params.kv.cu_seqlens_k) != params.query.batch)
     op.refuse("cu_seqlens_k", "as many elements as cu_seqlens_q, " + shape_of(cu_seqlens_q), shape_of(cu_seqlens_k));
+  call.check_values(params);
   Results results = make_outputs(op, call, q, std::nullopt, params.query);
   call.run(&Backend::prefill, &Backend::attention_16_scratch_bytes, params);
   return results;

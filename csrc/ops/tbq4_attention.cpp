@@ -38,35 +38,6 @@ void view_exact(const Op& op, const Tensor& q, const OptionalTensor& exact_k, co
               .cu_seqlens_k = {}};
 }
 
-// Whether some query of the sequence reads one of `tokens`, all visible to some query, from the codes.
-bool reads_codes(const Tbq4View& kv, const ExactRule& rule, const Mask& mask, int64_t sequence, KeyRange tokens) {
-  if (!rule.any()) return true;
-  const int64_t last_query = mask.q_len - 1;
-  // What lies between the leading tokens and the last query's recent ones. A window narrower than exact_last leaves
-  // nothing between them for any query.
-  const KeyRange between{rule.leading(mask).end, rule.last > 0 ? rule.recent(mask, last_query).begin : mask.kv_len};
-  const bool narrow = mask.window_left != kUnlimited && mask.window_left < rule.last;
-  if (!narrow && !intersect(tokens, between).empty()) return true;
-  for (int64_t t = tokens.begin; t < tokens.end; ++t)
-    if (!kv.exact.holds(sequence, t)) return true;
-  return false;
-}
-
-void check_pages(const Op& op, const AttentionTbq4Params& params) {
-  const Tbq4View& kv = params.kv;
-  if (!kv.block_table.given()) return;
-  const ExactRule rule{kv.exact_first, kv.exact_last};
-  for (int64_t b = 0; b < params.query.batch; ++b) {
-    const Mask mask = mask_of(params, b);
-    if (mask.q_len == 0) continue;
-    const KeyRange seen = mask.visible(0, mask.q_len - 1);
-    if (seen.empty()) continue;
-    for (int64_t i = seen.begin / kv.page_size; i <= (seen.end - 1) / kv.page_size; ++i)
-      if (reads_codes(kv, rule, mask, b, intersect(seen, {i * kv.page_size, (i + 1) * kv.page_size})))
-        check_page(op, b, i, kv.block_table(b, i), kv.num_pages);
-  }
-}
-
 }  // namespace
 
 Results tbq4_attention(const Tensor& q, const Tensor& k_codes, const Tensor& k_norms, const Tensor& v_codes,
@@ -112,12 +83,8 @@ Results tbq4_attention(const Tensor& q, const Tensor& k_codes, const Tensor& k_n
       view_offsets(op, k_offsets, planes.pages, kv_heads, params.query.head_dim, "q", q, kv.k_offsets_stride);
   const int64_t batch = params.query.batch;
   view_exact(op, q, exact_k, exact_v, exact_block_table, batch, kv_heads, exact_first, exact_last, kv);
-  const int64_t capacity = view_block_table(op, block_table, q, batch, "k_codes", planes.pages, planes.page_size,
-                                            kv.block_table, kv.max_pages);
-  if (call.on_cpu()) {
-    check_lengths(op, params.query.batch, params.seqlens, params.kv_start, capacity);
-    check_pages(op, params);
-  }
+  view_block_table(op, block_table, q, batch, "k_codes", planes.pages, kv.block_table, kv.max_pages);
+  call.check_values(params);
   Results results = make_outputs(op, call, q, out_dtype, params.query);
   call.run(&Backend::tbq4_attention, &Backend::attention_tbq4_scratch_bytes, params);
   return results;

@@ -9,69 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from arguments import HKV, HQ, INDEX_VALUES, B, D, L, N, S, bad, good
 
 import flashq
 from flashq import _register
 
-B, S, L, HQ, HKV, D, P, N = 2, 3, 9, 4, 2, 64, 3, 8
 NAN = float("nan")
-Arguments = dict[str, Any]
-
-
-def plane_arguments() -> Arguments:
-    codes, norms = torch.zeros(P, HKV, N, D // 2, dtype=torch.uint8), torch.zeros(P, HKV, N, 1, dtype=torch.float16)
-    return {"k_codes": codes, "k_norms": norms, "v_codes": codes.clone(), "v_norms": norms.clone()}
-
-
-def index_arguments() -> Arguments:
-    return {
-        "seqlens": torch.tensor([L, N]),
-        "block_table": torch.tensor([[0, 1], [2, 0]]),
-        "cu_seqlens_q": None,
-        "kv_start": torch.tensor([1, 0]),
-        "sinks": torch.zeros(HQ),
-    }
-
-
-def good(op: str) -> Arguments:
-    """Arguments that the op accepts."""
-    q = torch.randn(B, S, HQ, D, dtype=torch.bfloat16)
-    kv = torch.randn(B, L, HKV, D, dtype=torch.bfloat16)
-    cache = torch.randn(P, N, HKV, D, dtype=torch.bfloat16)
-    if op == "prefill":
-        return {"q": q, "k": kv, "v": kv.clone(), "sinks": torch.zeros(HQ)}
-    if op == "prefill_varlen":
-        cu_q, cu_k = torch.tensor([0, S, B * S]), torch.tensor([0, L, B * L])
-        packed = {"q": q.flatten(0, 1), "k": kv.flatten(0, 1), "v": kv.flatten(0, 1)}
-        return packed | {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "sinks": torch.zeros(HQ)}
-    if op == "decode":
-        return {"q": q, "k_cache": cache, "v_cache": cache.clone()} | index_arguments()
-    if op == "tbq4_attention":
-        exact = {"exact_k": cache, "exact_v": cache.clone(), "exact_block_table": torch.tensor([[0, 1], [2, 0]])}
-        offsets = {"k_offsets": torch.zeros(P, HKV, D, dtype=torch.float16)}
-        return {"q": q} | plane_arguments() | index_arguments() | offsets | exact | {"exact_first": 2, "exact_last": 2}
-    if op == "kv_append_":
-        return {"k": cache[0], "v": cache[1], "k_cache": cache, "v_cache": cache.clone(), "slots": torch.arange(N)}
-    if op == "tbq4_append_":
-        offsets = {"k_offsets": torch.zeros(P, HKV, D, dtype=torch.float16)}
-        return {"k": cache[0], "v": cache[1]} | plane_arguments() | {"slots": torch.arange(N)} | offsets
-    if op == "tbq4_page_offsets_":
-        planes, index = plane_arguments(), index_arguments()
-        offsets = {"k_offsets": torch.zeros(P, HKV, D, dtype=torch.float16)}
-        exact = {"exact_k": cache, "exact_block_table": torch.tensor([[0, 1], [2, 0]])}
-        lengths = {
-            "seqlens": index["seqlens"],
-            "block_table": index["block_table"],
-            "cu_seqlens": torch.tensor([0, 5, N]),
-        }
-        keys = {"k": cache[0].clone(), "k_codes": planes["k_codes"], "k_norms": planes["k_norms"]}
-        return keys | offsets | lengths | {"kv_start": index["kv_start"]} | exact
-    if op == "merge_states":
-        return {"outs": torch.randn(3, B, S, HQ, D), "lses": torch.randn(3, B, HQ, S)}
-    if op == "tbq4_dequantize":
-        return {"codes": torch.zeros(5, D // 2, dtype=torch.uint8), "norms": torch.zeros(5, 1, dtype=torch.float16)}
-    return {"x": q}  # tbq4_quantize, tbq4_rotate
-
 
 ALL_NAMES = {
     op: [argument.name for argument in getattr(torch.ops.flashq, op).default._schema.arguments] for op in _register.OPS
@@ -264,40 +207,15 @@ def test_none_for_a_tensor(op: str, name: str) -> None:
     refused(op, name, "a tensor", "None", **{name: None})
 
 
-INDEX_VALUES: list[tuple[str, str, list, str, str]] = [
-    ("decode", "seqlens", [L, 2 * N + 1], "capacity of 16", "17"),
-    ("decode", "seqlens", [-1, N], "from 0", "-1"),
-    ("decode", "kv_start", [L + 1, 0], f"length {L}", str(L + 1)),
-    ("decode", "kv_start", [0, -1], "from 0", "-1"),
-    ("decode", "block_table", [[0, 3], [2, 0]], "page from 0 to 2", "3"),
-    ("decode", "block_table", [[0, 1], [-1, 0]], "page from 0 to 2", "-1"),
-    ("tbq4_attention", "seqlens", [L, 2 * N + 1], "capacity of 16", "17"),
-    ("tbq4_attention", "kv_start", [L + 1, 0], f"length {L}", str(L + 1)),
-    ("tbq4_attention", "block_table", [[2147480000, 1], [0, 0]], "page from 0 to 2", "2147480000"),
-    ("tbq4_page_offsets_", "seqlens", [L, 2 * N + 1], "capacity of 16", "17"),
-    ("tbq4_page_offsets_", "seqlens", [4, N], "at least the 5 keys of this append", "4"),
-    ("tbq4_page_offsets_", "kv_start", [0, N + 1], f"length {N}", str(N + 1)),
-    ("tbq4_page_offsets_", "block_table", [[0, 3], [2, 0]], "page from 0 to 2", "3"),
-    ("tbq4_page_offsets_", "cu_seqlens", [0, 5, N + 1], "to 8", "9"),
-    ("tbq4_page_offsets_", "cu_seqlens", [0, 5, 4], "from 5", "4"),
-    ("kv_append_", "slots", [0, 1, 2, 3, 4, 5, 6, P * N], "below the cache's 24", "24"),
-    ("tbq4_append_", "slots", [0, 1, 2, 3, 4, 5, 6, P * N], "below the cache's 24", "24"),
-    ("prefill_varlen", "cu_seqlens_q", [1, S, B * S], "0", "1"),
-    ("prefill_varlen", "cu_seqlens_q", [0, S, S - 1], "from 3", "2"),
-    ("prefill_varlen", "cu_seqlens_q", [0, S, B * S + 1], "to 6", "7"),
-    ("prefill_varlen", "cu_seqlens_k", [0, L, B * L + 1], "to 18", "19"),
-    ("prefill_varlen", "cu_seqlens_k", [0, L], "as many", r"\(2,\)"),
-]
-
-
 @pytest.mark.contract(9, 16)
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(("op", "name", "values", "expected", "got"), INDEX_VALUES)
 def test_index_values(op: str, name: str, values: list, expected: str, got: str, index_dtype: torch.dtype) -> None:
-    changes: Arguments = {name: torch.tensor(values, dtype=index_dtype)}
-    if op == "tbq4_attention" and name == "block_table":
-        changes |= {"exact_first": 0, "exact_last": 0}
-    refused(op, name, expected, got, **changes)
+    refused(op, name, expected, got, **bad(op, name, values, index_dtype))
+
+
+def test_cu_seqlens_of_as_many_sequences() -> None:
+    refused("prefill_varlen", "cu_seqlens_k", "as many", r"\(2,\)", cu_seqlens_k=torch.tensor([0, L]))
 
 
 @pytest.mark.contract(9)
@@ -306,6 +224,13 @@ def test_a_cache_without_a_table_has_a_page_a_sequence() -> None:
     refused("decode", "k_cache", "page a sequence", "1 pages", block_table=None, k_cache=cache, v_cache=cache)
     short = torch.tensor([N, N + 1])
     refused("decode", "seqlens", f"capacity of {N}", str(N + 1), block_table=None, seqlens=short, kv_start=None)
+
+
+@pytest.mark.contract(9, 14)
+@pytest.mark.parametrize("op", ["decode", "tbq4_attention", "tbq4_page_offsets_"])
+def test_a_table_of_no_columns_has_room_for_no_token(op: str) -> None:
+    table = torch.zeros(B, 0, dtype=torch.int32)
+    refused(op, "seqlens", "capacity of 0", str(L), block_table=table, kv_start=None)
 
 
 def test_packed_queries_and_their_starts() -> None:

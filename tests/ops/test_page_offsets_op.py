@@ -184,3 +184,38 @@ def test_values_out_of_range_are_memory_safe_on_cuda() -> None:
         owned = set(call[5].flatten().tolist()) if i != 5 else set()
         others = [page for page in range(PAGES) if page not in owned]
         assert torch.equal(wild[3][others], call[3][others])
+
+
+@pytest.mark.cuda
+@pytest.mark.contract(9)
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_cu_seqlens_out_of_range_count_as_the_largest_before_them(index_dtype: torch.dtype) -> None:
+    """As in attention: the first one is 0 whatever stands there, none is above the number of tokens."""
+    g = torch.Generator().manual_seed(0)
+    limits, tokens = torch.iinfo(index_dtype), 300
+    rows = [
+        [0, 30, 20, 45],
+        [9, -7, 10**9, 3],
+        [limits.min, limits.max, 10, 5],
+        [limits.max, 10, 5, 60, 40, limits.min, 70, 301, 2],
+        torch.randint(-50, 400, (71,), generator=g).tolist(),
+        torch.randint(-500, 150, (301,), generator=g).tolist(),
+    ]
+    k, opened = randn(tokens, HEADS, 64) + 3, 0
+    for row in rows:
+        wild = torch.tensor(row, dtype=index_dtype)
+        tame = torch.cat([wild[:1] * 0, wild[1:]]).clamp(0, tokens).cummax(0)[0]
+        batch = len(row) - 1
+        lengths = tame.diff() + torch.randint(0, 40, (batch,), generator=g)
+        table = torch.randperm(batch * 22, generator=g).view(batch, 22)
+        codes = torch.randint(0, 256, (batch * 22, HEADS, 16, 32), generator=g).to(torch.uint8)
+        norms, offsets = randn(batch * 22, HEADS, 16, 1).half(), randn(batch * 22, HEADS, 64).half()
+        expected = offsets.clone()
+        reference.tbq4_page_offsets_(k, codes, norms, expected, lengths, table, tame)
+        got = offsets.cuda()
+        flashq.tbq4_page_offsets_(
+            *(x.cuda() for x in (k, codes, norms)), got, lengths.cuda(), table.cuda(), wild.cuda()
+        )
+        assert torch.equal(got.cpu(), expected)
+        opened += int((expected != offsets).any(-1).any(-1).sum())
+    assert opened > 40

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from accuracy import check_16bit
+from accuracy import check_16bit, compare_16bit
 from cases import INF, NAN, call, case_id, make_sinks, page_out, pairwise, randn
 from torch import Tensor
 
@@ -110,29 +110,63 @@ def test_lengths_and_pages_out_of_range(q_len: int) -> None:
         out, lse = run(96, torch.full_like(table, bad))
         assert out.eq(0).all()
         assert lse.eq(-INF).all()
+    out, lse = run(96, table[:, :0])  # no room for any token
+    assert out.eq(0).all()
+    assert lse.eq(-INF).all()
 
 
 @pytest.mark.contract(11)
-def test_tensors_of_more_than_2_to_the_31_elements() -> None:
-    heads, dim, tokens = 4, 128, 2**31 // (4 * 128) + 300
-    room = torch.empty(tokens, heads, dim, dtype=torch.bfloat16, device="cuda")
-    for begin in range(0, tokens, 2**20):
-        room[begin : begin + 2**20].normal_()
-    last = 1000
-    cu = torch.tensor([0, tokens - last, tokens], device="cuda")
-    few = torch.tensor([0, 3, 3 + last], device="cuda")
-    q = room[-3 - last :]
-    out, lse = flashq.prefill_varlen(q, room, room, few, cu, window_left=100, causal=True)
-    alone, alone_lse = flashq.prefill(q[None, 3:], room[None, -last:], room[None, -last:], window_left=100, causal=True)
-    torch.testing.assert_close(out[3:], alone[0], rtol=0, atol=1e-2)
-    torch.testing.assert_close(lse[:, 3:], alone_lse[0], rtol=0, atol=1e-5)
-    start = flashq.prefill(
-        q[None, :3], room[None, : tokens - last], room[None, : tokens - last], window_left=100, causal=True
-    )
-    assert torch.equal(out[:3], start[0][0])
-    out, _ = flashq.prefill_varlen(room, room, room, cu, cu, window_left=0, causal=True)
-    for begin in range(0, tokens, 2**20):
-        assert torch.equal(out[begin : begin + 2**20], room[begin : begin + 2**20])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_tensors_of_more_than_2_to_the_31_elements(aligned: bool) -> None:
+    """Slices of the results against eager attention on slices of the inputs, around and past 2^31 elements."""
+    heads, dim, window, last = 4, 128, 100, 1000
+    tokens = 2**31 // (heads * dim) + 300
+    room = torch.empty(tokens * heads * dim + 1, dtype=torch.bfloat16, device="cuda")
+    for begin in range(0, len(room), 2**30):
+        room[begin : begin + 2**30].normal_()
+    x = (room[:-1] if aligned else room[1:]).view(tokens, heads, dim)
+    ends = torch.tensor([0, tokens - last, tokens], device="cuda")
+    out, lse = flashq.prefill_varlen(x, x, x, ends, ends, window_left=window, causal=True)
+    for begin, end in ((0, 500), (tokens // 2, tokens // 2 + 300), (tokens - last - 300, tokens - last)):
+        keys = x[None, max(0, begin - window) : end]
+        got = (t.cpu() for t in (out[None, begin:end], lse[None, :, begin:end].contiguous()))
+        compare_16bit(*got, "prefill", x[None, begin:end], keys, keys, on_cuda=True, window_left=window, causal=True)
+    alone = x[None, -last:]
+    got = (t.cpu() for t in (out[None, -last:], lse[None, :, -last:].contiguous()))
+    compare_16bit(*got, "prefill", alone, alone, alone, on_cuda=True, window_left=window, causal=True)
+    # Few queries at the end of many keys.
+    q, few = x[:3], torch.tensor([0, 3], device="cuda")
+    got = (t[None].cpu() for t in flashq.prefill_varlen(q, x, x, few, ends[:2], window_left=window, causal=True))
+    keys = x[None, tokens - last - 3 - window : tokens - last]
+    compare_16bit(*got, "prefill", q[None], keys, keys, on_cuda=True, window_left=window, causal=True)
+
+
+@pytest.mark.contract(9)
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("q_len", [1, 40])
+def test_lengths_out_of_range_without_a_table(q_len: int, index_dtype: torch.dtype) -> None:
+    """The cache lies in a room full of NaN, which a length past its page would read."""
+    k_room, v_room = torch.full((2, 5, 100, 2, 64), NAN, dtype=torch.float16)
+    k, v = k_room[1:4], v_room[1:4]
+    k[:], v[:] = randn(3, 100, 2, 64, dtype=torch.float16), randn(3, 100, 2, 64, dtype=torch.float16, seed=1)
+    q = randn(3, q_len, 8, 64, dtype=torch.float16, seed=2)
+    limits = torch.iinfo(index_dtype)
+
+    def run(lengths: tuple[int, ...], starts: tuple[int, ...], **options: int) -> tuple[Tensor, Tensor]:
+        index = (torch.tensor(x, dtype=index_dtype) for x in (lengths, starts))
+        seqlens, kv_start = index
+        return call("decode", q, k, v, seqlens, None, None, kv_start, device="cuda", **options)
+
+    for wild, tame in (
+        (((101, limits.min, limits.max), (0, 0, 0)), ((100, 0, 100), (0, 0, 0))),
+        (((-1, 70, 300), (3, limits.min, limits.max)), ((0, 70, 100), (0, 0, 100))),
+        (((limits.max, 50, 60), (limits.max, 51, -5)), ((100, 50, 60), (100, 50, 0))),
+    ):
+        for options in ({}, {"window_left": 30}, {"kv_chunk": 256}):
+            got, expected = run(*wild, **options), run(*tame, **options)
+            assert all(map(torch.equal, got, expected))
+            assert not got[0].isnan().any()
+    check_16bit("decode", q, k, v, torch.tensor([100, 0, 100], dtype=index_dtype), device="cuda")
 
 
 @pytest.mark.contract(12)

@@ -89,6 +89,13 @@ def test_the_cuda_library_needs_no_torch() -> None:
     assert "flashq_register_cuda_backend" in undefined(path)
 
 
+def test_the_libraries_are_small() -> None:
+    """A default build: an architecture more in FLASHQ_CUDA_ARCHS adds its own code."""
+    limits = {"libflashq.so": 4, "libflashq_cuda.so": 64}  # MiB
+    for path in flashq.libraries.folder.glob("*.so"):
+        assert path.stat().st_size < limits[path.name] << 20
+
+
 def test_only_the_c_interface_is_exported() -> None:
     """Not even a template of the standard library: in a library that holds a static libstdc++, the loader would mix
     the two."""

@@ -77,8 +77,9 @@ def find(name: str, *more: str) -> str | None:
 
 def sanitize(sanitizer: str, tool: str, program: Sequence[str], done: re.Pattern[str], timeout: float) -> Outcome:
     """Run the program under the tool."""
-    # Without its cache torch's tensors are allocations of their own, whose ends memcheck knows.
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    # Without its cache torch's tensors are allocations of their own, whose ends memcheck knows. The kernel that checks
+    # index tensors is to run, too.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "FLASHQ_CHECK": "1"}
     command = [sanitizer, "--tool", tool, *TOOLS[tool], *program]
     start = time.perf_counter()
     try:

@@ -25,11 +25,8 @@ class Rows {
         stride_[dimensions_++] = view.stride[d];
       }
     }
-    address_bits_ = reinterpret_cast<uintptr_t>(data_);
-    for (int d = 0; d < dimensions_; ++d) {
-      size_[d] = WideDivisor(size[d]);
-      address_bits_ |= static_cast<uintptr_t>(stride_[d] * element_bytes);
-    }
+    for (int d = 0; d < dimensions_; ++d) size_[d] = WideDivisor(size[d]);
+    address_bits_ = address_bits(data_, stride_, element_bytes);
   }
 
   // Whether every row starts at a multiple of `bytes`.
