@@ -5,9 +5,9 @@
 #include <map>
 #include <mutex>
 
-#include "core/index_checks.h"
 #include "cuda/check_indices.h"
 #include "cuda/launch.h"
+#include "index_checks.h"
 
 namespace flashq::cuda {
 namespace {

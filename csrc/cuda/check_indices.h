@@ -9,7 +9,7 @@ namespace flashq::cuda {
 // has entered its device.
 [[nodiscard]] Status raise_finding(const Launch&);
 
-// Starts the check of the values that core/index_checks.h names.
+// Starts the check of the values that index_checks.h names.
 [[nodiscard]] Status check_indices(const Attention16Params&, const Launch&);
 [[nodiscard]] Status check_indices(const AttentionTbq4Params&, const Launch&);
 [[nodiscard]] Status check_indices(const KvAppendParams&, const Launch&);

@@ -3,7 +3,7 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include "backend.h"
-#include "core/index_checks.h"
+#include "index_checks.h"
 #include "ops/checks.h"
 
 namespace flashq {

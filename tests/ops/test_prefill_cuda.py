@@ -195,17 +195,3 @@ def test_a_graph_replays_with_other_lengths_beside_another_graph() -> None:
         torch.cuda.synchronize()
         for got, wanted in zip(results, expected, strict=True):
             assert all(map(torch.equal, got, wanted))
-
-
-@pytest.mark.contract(12)
-def test_a_side_stream_and_its_order() -> None:
-    q = torch.zeros(1, 256, 4, 128, dtype=torch.bfloat16, device="cuda")
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
-        q.normal_()
-        out, _ = flashq.prefill(q, q, q, window_left=0, causal=True)
-    stream.synchronize()
-    assert torch.equal(out, q)
-    assert q.any()
