@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -11,10 +12,21 @@ import torch
 from torch import Tensor
 
 from flashq.caches import files, grow
+from flashq.caches.index import (
+    STABLE_TOKENS,
+    Chunk,
+    Prompt,
+    plan_chunk,
+    plan_prompt,
+    shared_index,
+    to_device,
+    upload,
+)
 from flashq.caches.pages import CacheFullError, Journal, PageTable, Sequence, all_or_nothing, count_pages
-from flashq.caches.step import Chunk, Step
+from flashq.caches.step import Step
 
-STABLE_TOKENS = 16  # a sequence, of the steps that use preallocated slots
+MOST_TOKENS = 2**31 - 1
+"""Positions are int32 on the device."""
 
 
 class PagedCache:
@@ -35,6 +47,7 @@ class PagedCache:
     """
 
     _exact_table: int | None = None
+    _attends_prompts = False  # there is an `_attend_prompt`
 
     def __init__(
         self,
@@ -56,9 +69,9 @@ class PagedCache:
         for name, value, least in (
             ("num_layers", num_layers, 1), ("kv_heads", kv_heads, 1), ("num_pages", num_pages, 0),
             ("page_size", page_size, 1), ("max_sequences", max_sequences, 1), ("slack", slack, 0),
-            ("max_chunk", max_chunk, 1),
+            ("max_chunk", max_chunk, 1), ("max_length", max_length, 0), ("window_pages", window_pages, 0),
         ):  # fmt: skip
-            if value < least:
+            if value is not None and value < least:
                 self._refuse("", name, f"at least {least}", str(value))
         if dtype not in (torch.float16, torch.bfloat16, torch.float32):
             self._refuse("", "dtype", "torch.float16, torch.bfloat16 or torch.float32", str(dtype))
@@ -74,12 +87,10 @@ class PagedCache:
         self._kinds = list(dict.fromkeys(windows))
         self._tables: list[PageTable] = []
         for window in self._kinds:
-            pages = num_pages
-            if window != -1:
-                pages = self._pages_of(window, page_size) if window_pages is None else window_pages
-                pages = min(num_pages, pages)
-            self._add_table("pages" if window == -1 else f"pages of window {window}", page_size, pages,
-                            None if window == -1 else window)  # fmt: skip
+            if window == -1:
+                self._add_table("pages", page_size)
+            else:
+                self._add_table(f"pages of window {window}", page_size, window_pages, window)
         self._layers = [  # of every layer: its table, and its place among the layers of its kind
             (self._kinds.index(window), windows[:layer].count(window)) for layer, window in enumerate(windows)
         ]
@@ -96,18 +107,25 @@ class PagedCache:
         where = type(self).__name__ + (f".{method}" if method else "")
         raise ValueError(f"flashq.{where}: {argument}: expected {expected}, got {got}")
 
-    def _pages_of(self, recent: int, page_size: int, first: int | None = None) -> int:
-        """Pages always enough for a sequence's `recent` and `first` tokens: slack, both ends, a chunk on top."""
-        pinned = 0 if first is None else count_pages(first + page_size - 1, page_size)
-        a_sequence = count_pages(recent + self.slack, page_size) + 2 + pinned
-        return self.max_sequences * a_sequence + count_pages(self.max_chunk, page_size)
-
-    def _add_table(self, name: str, page_size: int, num_pages: int, reach: int | None, first: int = 0) -> None:
-        width = count_pages(self.max_length, page_size)
-        self._tables.append(
-            PageTable(type(self).__name__, name, page_size, num_pages, self.max_sequences, width, reach=reach,
-                      slack=self.slack, first=first)
+    def _add_table(
+        self, name: str, page_size: int, num_pages: int | None = None, reach: int | None = None, first: int = 0
+    ) -> PageTable:
+        """A table with a pool of num_pages; None: as many as are always enough."""
+        table = PageTable(
+            type(self).__name__, name, page_size, self.max_sequences, count_pages(self.max_length, page_size),
+            reach=reach, slack=self.slack, first=first,
         )  # fmt: skip
+        self._tables.append(table)
+        enough = self._pool_size(len(self._tables) - 1, self.num_pages, self.max_sequences)
+        table.pool.resize(enough if num_pages is None else num_pages)
+        return table
+
+    def _pool_size(self, table: int, num_pages: int, max_sequences: int) -> int:
+        """Pages of a table in a cache of such a size."""
+        if self._tables[table].reach is None:
+            return num_pages
+        pages = self._tables[table].most_pages(max_sequences, self.max_chunk)
+        return pages if table == self._exact_table else min(pages, num_pages)
 
     def _zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """A tensor that can be written in and outside of inference mode, wherever the cache is made."""
@@ -115,17 +133,13 @@ class PagedCache:
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def _allocate(self) -> None:
-        """The tensors that steps share. Values come from the host; addresses stay."""
-        rows = self.max_sequences
-        self._seqlens, self._kv_start = (self._zeros(rows, dtype=torch.int32) for _ in range(2))
-        self._cu_seqlens = self._zeros(rows + 1, dtype=torch.int32)
-        self._block_tables = [self._zeros(*table.pages.shape, dtype=torch.int32) for table in self._tables]
-        self._slots = [self._zeros(rows * STABLE_TOKENS, dtype=torch.int64) for _ in self._tables]
+        self._index = shared_index(self._tables, self.max_sequences, self.max_length, self._zeros)
 
     def reserve(
         self, *, num_pages: int | None = None, max_sequences: int | None = None, max_length: int | None = None
     ) -> None:
-        """Make the cache larger, with all that it holds. Tensors are new: graphs and steps made before it have ended.
+        """Make the cache larger, with all that it holds, or raise and leave it as it was (its tensors are held until
+        the new ones are filled). Tensors are new: graphs and steps made before it have ended.
 
         Args:
             num_pages, max_sequences, max_length: as in the constructor, with max_length at least all pages; None, or
@@ -147,8 +161,7 @@ class PagedCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors of the cache on its device."""
-        tensors = [self._seqlens, self._kv_start, self._cu_seqlens, *self._block_tables, *self._slots]
-        return sum(t.nbytes for t in tensors) + sum(t.nbytes for planes in self._planes for t in planes.values())
+        return sum(t.nbytes for t in self._index) + sum(t.nbytes for planes in self._planes for t in planes.values())
 
     @property
     def nbytes_in_use(self) -> int:
@@ -161,7 +174,7 @@ class PagedCache:
     @property
     def pages_in_use(self) -> dict[str, tuple[int, int]]:
         """Pages in use and pages in all, by pool."""
-        return {table.name: (table.pool.in_use, len(table.pool.users)) for table in self._tables}
+        return {table.name: (table.pool.in_use, table.pool.size) for table in self._tables}
 
     def alloc(self, kv_start: int = 0) -> int:
         """A new, empty sequence.
@@ -172,19 +185,20 @@ class PagedCache:
         Raises:
             CacheFullError: there are `max_sequences` already.
         """
-        if kv_start < 0:
-            self._refuse("alloc", "kv_start", "at least 0", kv_start)
+        if not 0 <= kv_start <= MOST_TOKENS:
+            self._refuse("alloc", "kv_start", f"0 to {MOST_TOKENS}", kv_start)
         return self._new("alloc", kv_start)
 
     def pad(self, sequence: int, kv_start: int) -> None:
         """Raise `kv_start` of a sequence that consists of padding so far. Raises ValueError where it does not, and for
         a lower one: pages of padding were not kept."""
         state = self._find("pad", sequence)
-        if kv_start < state.kv_start:
-            self._refuse("pad", "kv_start", f"at least the present {state.kv_start}", kv_start)
+        if not state.kv_start <= kv_start <= MOST_TOKENS:
+            self._refuse("pad", "kv_start", f"at least the present {state.kv_start}, at most {MOST_TOKENS}", kv_start)
         if state.length > state.kv_start:
             self._refuse("pad", "kv_start", f"at least {state.length}, of tokens that are all padding", kv_start)
         state.kv_start = kv_start
+        self._generation += 1
 
     def _new(self, method: str, kv_start: int) -> int:
         if not self._free_rows:
@@ -213,35 +227,42 @@ class PagedCache:
             table.fork(source, target)
         return handle
 
-    def truncate(self, sequence: int, length: int) -> None:
-        """Keep the first `length` tokens.
+    def truncate(self, sequences: int | SequenceOf[int], lengths: int | SequenceOf[int]) -> None:
+        """Keep the first tokens of sequences, of all or of none. Steps made before it have ended.
+
+        Args:
+            sequences: one or several, each once.
+            lengths: how many tokens each keeps; a number stands for all.
 
         Raises:
-            ValueError: a length that the sequence does not have, or one at which a window would reach back to pages
+            ValueError: a length that a sequence does not have, or one at which a window would reach back to pages
                 that were released already: more than `slack` tokens were taken back since it was longest.
         """
-        state = self._find("truncate", sequence)
-        if not 0 <= length <= state.length:
-            self._refuse("truncate", "length", f"0 to {state.length}", length)
-        for table in self._tables:
-            table.trim(state, [])
-        for window, table in zip(self._kinds, self._tables, strict=False):
-            least = max(state.kv_start, length - window)  # what the next token sees
-            if window != -1 and least < min(length, table.held_from(state)):
-                self._refuse(
-                    "truncate", "length",
-                    f"at least {table.held_from(state) + window}, because earlier pages of window {window} are "
-                    "released (a larger slack keeps more)", length,
-                )  # fmt: skip
+        _, states, lengths = self._batch("truncate", sequences, lengths, "lengths")
+        self._trim(states, [])
+        for state, length in zip(states, lengths, strict=True):
+            if length > state.length:
+                self._refuse("truncate", "lengths", f"0 to {state.length}", length)
+            for window, table in zip(self._kinds, self._tables, strict=False):
+                if not table.holds_window(state, length, table.trimmed[state.row]):
+                    self._refuse(
+                        "truncate", "lengths",
+                        f"at least {table.held_from(state) + window}, because earlier pages of window {window} are "
+                        "released (a larger slack keeps more)", length,
+                    )  # fmt: skip
+        for state, length in zip(states, lengths, strict=True):
+            self._shorten(state, length)
+
+    def _shorten(self, state: Sequence, length: int) -> None:
         for table in self._tables:
             table.truncate(state, length)
         state.length = length
+        self._generation += 1
 
     def free(self, sequence: int) -> None:
-        """End a sequence; its pages are free where no fork uses them."""
+        """End a sequence; its pages are free where no fork uses them. Steps made before it have ended."""
         state = self._find("free", sequence)
-        for table in self._tables:
-            table.truncate(state, 0)
+        self._shorten(state, 0)
         del self._sequences[sequence]
         self._free_rows.append(state.row)
 
@@ -272,7 +293,7 @@ class PagedCache:
     def load(self, path: str | os.PathLike[str]) -> list[int]:
         """Add the sequences of a file of `save`; returns them in the order in which they were saved.
 
-        The cache has to be of the same kind and layout; its capacities may differ.
+        Steps made before it have ended. The cache has to be of the same kind and layout; its capacities may differ.
 
         Raises:
             CacheFileError: the file is damaged, or of another kind, version, layout or code table.
@@ -296,16 +317,17 @@ class PagedCache:
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def _batch(
-        self, method: str, sequences: int | SequenceOf[int], counts: int | SequenceOf[int]
+        self, method: str, sequences: int | SequenceOf[int], numbers: int | SequenceOf[int], name: str = "counts"
     ) -> tuple[list[int], list[Sequence], list[int]]:
-        handles = [sequences] if isinstance(sequences, int) else list(sequences)
-        numbers = [counts] * len(handles) if isinstance(counts, int) else list(counts)
+        """Sequences, what is known of them, and a number of at least 0 for each, called `name`."""
+        handles = [sequences] if isinstance(sequences, int) else [operator.index(handle) for handle in sequences]
+        values = [numbers] * len(handles) if isinstance(numbers, int) else [operator.index(n) for n in numbers]
         states = [self._find(method, handle) for handle in handles]
         if len(set(handles)) != len(handles):
             self._refuse(method, "sequences", "each once", handles)
-        if len(numbers) != len(handles) or any(number < 0 for number in numbers):
-            self._refuse(method, "counts", f"one of at least 0 for each of {len(handles)} sequences", numbers)
-        return handles, states, numbers
+        if len(values) != len(handles) or any(value < 0 for value in values):
+            self._refuse(method, name, f"one of at least 0 for each of {len(handles)} sequences", values)
+        return handles, states, values
 
     def extend(self, sequences: int | SequenceOf[int], counts: int | SequenceOf[int] = 1) -> Step:
         """Make room for more tokens; the step that is returned writes and attends them, layer by layer.
@@ -334,21 +356,24 @@ class PagedCache:
                     if count:
                         table.make_writable(state, pairs, journal)
             parts = _split(counts, self.max_chunk)
-            stable = len(parts) == 1 and sum(counts) <= len(self._slots[0])
-            chunks, begin = [], 0
+            stable = len(parts) == 1 and max(counts, default=0) <= STABLE_TOKENS
+            prompt = plan_prompt(states, counts) if self._attends_prompts and not stable else None
+            plans, begin = [], 0
             for first, part in parts:
                 members = states[first : first + len(part)]
                 for state, count in zip(members, part, strict=True):
                     self._grow(state, count, journal)
-                chunks.append(self._upload(members, part, begin, stable))
+                plans.append(plan_chunk(self._tables, members, part, begin))
                 begin += sum(part)
-                if len(chunks) < len(parts):
+                if len(plans) < len(parts):
                     self._trim(members, journal)
+            self._generation += 1  # the tensors of the step before are about to change
             for planes, pairs in zip(self._planes, copies, strict=True):
                 self._copy_pages(planes, pairs)
+            chunks = [upload(plan, self.device, self._index if stable else None) for plan in plans]
+            prompt = prompt and upload(prompt, self.device)
         self._stale = handles
-        self._generation += 1
-        return Step(self, counts, chunks, appends=True)
+        return Step(self, counts, chunks, prompt)
 
     def lookup(self, sequences: int | SequenceOf[int], counts: int | SequenceOf[int] = 1) -> Step:
         """A step that only attends: queries that stand at the last `counts` tokens of each sequence.
@@ -360,8 +385,8 @@ class PagedCache:
             for state, count in zip(states, counts, strict=True):
                 if window != -1 and max(state.kv_start, state.length - count - window) < table.held_from(state):
                     self._refuse("lookup", "counts", f"queries whose window {window} is still held", count)
-        chunk = self._upload(states, counts, 0, stable=False, appends=False)
-        return Step(self, counts, [chunk], appends=False)
+        plan = plan_chunk(self._tables, states, counts, appends=False)
+        return Step(self, counts, [upload(plan, self.device)], appends=False)
 
     def _trim(self, states: list[Sequence], journal: Journal) -> None:
         for state in states:
@@ -376,50 +401,9 @@ class PagedCache:
 
     def _copy_pages(self, planes: dict[str, Tensor], pairs: list[tuple[int, int]]) -> None:
         if pairs:
-            old, new = self._to_device(np.array(pairs, dtype=np.int64).T)
+            old, new = to_device(np.array(pairs, dtype=np.int64).T, self.device)
             for plane in planes.values():
                 plane[:, new] = plane[:, old]
-
-    def _to_device(self, values: np.ndarray, to: Tensor | None = None) -> Tensor:
-        """A copy on the cache's device, in `to` where given. Pinned memory: the host does not wait."""
-        host = torch.from_numpy(np.ascontiguousarray(values))
-        if self.device.type == "cuda":
-            host = host.pin_memory()
-        return host.to(self.device, non_blocking=True) if to is None else to.copy_(host, non_blocking=True)
-
-    def _upload(
-        self, states: list[Sequence], counts: list[int], begin: int, stable: bool, appends: bool = True
-    ) -> Chunk:
-        """The index tensors of a chunk: of new ones, or in those that steps share."""
-        rows = np.array([state.row for state in states], dtype=np.int64)
-        added = np.array(counts, dtype=np.int64)
-        lengths = np.array([state.length for state in states], dtype=np.int64)
-        starts = np.minimum([state.kv_start for state in states], lengths)
-        ends = np.concatenate([[0], np.cumsum(added)])
-        batch, tokens = len(states), int(ends[-1])
-        owner = np.repeat(np.arange(batch), added)
-        position = np.arange(tokens) - ends[owner] + (lengths - added)[owner]
-
-        def place(values: np.ndarray, home: Tensor, dtype: Any = np.int32) -> Tensor:
-            values = values.astype(dtype)
-            if not stable:
-                return self._to_device(values)
-            part = home[: len(values)] if values.ndim == 1 else home[: values.shape[0], : values.shape[1]]
-            self._to_device(values, part)
-            return home[: len(values)]
-
-        tables, slots = [], []
-        for table, block_table, slot in zip(self._tables, self._block_tables, self._slots, strict=True):
-            used = count_pages(int(lengths.max(initial=0)), table.page_size)
-            tables.append(place(table.pages[rows, :used], block_table))
-            if appends:
-                pages = table.pages[rows[owner], position // table.page_size].astype(np.int64)
-                at = np.where(pages < 0, -1, pages * table.page_size + position % table.page_size)
-                slots.append(place(at, slot, np.int64))
-        return Chunk(
-            begin, begin + tokens, place(lengths, self._seqlens), place(starts, self._kv_start),
-            place(ends, self._cu_seqlens), tables, slots, int(added.max(initial=0)),
-        )  # fmt: skip
 
     # --- what the kinds of cache do -----------------------------------------------------------------------------------
 
@@ -429,6 +413,12 @@ class PagedCache:
     def _attend(
         self, layer: int, chunk: Chunk, q: Tensor, sinks: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def _attend_prompt(
+        self, layer: int, prompt: Prompt, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """What `_attend` gives where k and v are all that there is."""
         raise NotImplementedError
 
 

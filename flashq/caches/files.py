@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashq.caches.pages import CacheFullError, Sequence, all_or_nothing, count_pages
+from flashq.caches.index import to_device
+from flashq.caches.pages import CacheFullError, Sequence, all_or_nothing, count_named, count_pages
 
 if TYPE_CHECKING:
     from flashq.caches.base import PagedCache
@@ -57,7 +58,7 @@ def _digest(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
 
 
 def save(cache: PagedCache, path: str | os.PathLike[str], handles: SequenceOf[int]) -> None:
-    """Write sequences to a file; one that is there is replaced when the new one is complete."""
+    """Write sequences to a file; one that is there, also behind a link, is replaced when the new one is complete."""
     safetensors = _safetensors(f"{type(cache).__name__}.save")
     states = [cache._find("save", handle) for handle in handles]
     if len(set(handles)) != len(handles):
@@ -81,14 +82,16 @@ def save(cache: PagedCache, path: str | os.PathLike[str], handles: SequenceOf[in
             tensors[f"{i}.{name}"] = plane[:, index].cpu()
     header = header_of(cache)
     header["sha256"] = _digest(header, tensors)
-    target = Path(path)
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    os.close(descriptor)
+    target = Path(path).resolve()
+    temporary = target.with_name(f".flashq-{secrets.token_hex(8)}")
+    temporary.touch(exist_ok=False)
+    mode = temporary.stat().st_mode
     try:
-        safetensors.torch.save_file(tensors, temporary, metadata=header)
+        safetensors.torch.save_file(tensors, temporary, metadata=header)  # makes a file for nobody else to read
+        temporary.chmod(mode)
         os.replace(temporary, target)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -100,47 +103,63 @@ def _read(cache: PagedCache, path: str | os.PathLike[str]) -> dict[str, Tensor]:
     def refuse(what: str, expected: str, got: str) -> None:
         raise CacheFileError(f"flashq.{method}: {os.fspath(path)!r}: {what}: expected {expected}, got {got}")
 
-    header: dict[str, str] = {}
-    tensors: dict[str, Tensor] = {}
+    if not Path(path).exists():
+        raise FileNotFoundError(f"flashq.{method}: {os.fspath(path)!r}: expected a file, got none")
+    if not Path(path).is_file():
+        refuse("file", "a regular file", "something else")
     try:
         with safetensors.safe_open(path, framework="pt", device="cpu") as file:
             header = file.metadata() or {}
-            if header.get("format") == FORMAT:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except FileNotFoundError:
+            for name, value in header_of(cache).items():
+                if header.get(name) != value:
+                    refuse(name, value, header.get(name, "none"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        stated = header.pop("sha256", "none")
+        digest = _digest(header, tensors)
+    except (CacheFileError, OSError, MemoryError):
         raise
     except Exception as error:
         refuse("file", "a safetensors file", f"a damaged one ({error})")
-    for name, value in header_of(cache).items():
-        if header.get(name) != value:
-            refuse(name, value, header.get(name, "none"))
-    stated = header.pop("sha256", "none")
-    if (digest := _digest(header, tensors)) != stated:
+    if digest != stated:
         refuse("sha256", f"{stated}, as the file says", f"{digest}: it is damaged")
-    if not _is_complete(cache, tensors):
-        refuse("tensors", "those of a cache", "others")
+    if (wrong := _wrong_tensor(cache, tensors)) is not None:
+        refuse("tensors", "those of a cache", f"others: {wrong} is missing or does not fit")
     return tensors
 
 
-def _is_complete(cache: PagedCache, tensors: dict[str, Tensor]) -> bool:
-    """Whether all tensors are there and fit each other: a checksum does not say who wrote a file."""
-    if "length" not in tensors:
-        return False
-    lengths = tensors["length"]
-    count, longest = lengths.numel(), int(lengths.max()) if lengths.numel() else 0
-    expected = {"length": ((count,), torch.int64), "kv_start": ((count,), torch.int64)}
+def _wrong_tensor(cache: PagedCache, tensors: dict[str, Tensor]) -> str | None:
+    """The first tensor that is not what a cache would have written: a checksum does not say who wrote a file.
+
+    Checked are names, dtypes, shapes, and all that the cache's bookkeeping relies on.
+    """
+
+    def differs(name: str, dtype: torch.dtype, *shape: int) -> bool:
+        return name not in tensors or tensors[name].dtype != dtype or tensors[name].shape != shape
+
+    count = tensors["length"].numel() if "length" in tensors else 0
+    for name in ("length", "kv_start"):
+        if differs(name, torch.int64, count) or (count and int(tensors[name].min()) < 0):
+            return name
+    lengths, starts = tensors["length"].tolist(), tensors["kv_start"].tolist()
+    states = [Sequence(0, *values) for values in zip(lengths, starts, strict=True)]
+    names = {"length", "kv_start"}
     for i, (table, planes) in enumerate(zip(cache._tables, cache._planes, strict=True)):
-        width = count_pages(longest, table.page_size)
-        expected[f"{i}.table"] = ((count, width), torch.int32)
-        expected[f"{i}.trimmed"] = ((count,), torch.int64)
-        named = tensors.get(f"{i}.table", lengths)
-        pages = int(named.max()) + 1 if named.numel() else 0
+        width = count_pages(max(lengths, default=0), table.page_size)
+        names |= {f"{i}.table", f"{i}.trimmed", *(f"{i}.{name}" for name in planes)}
+        if differs(f"{i}.trimmed", torch.int64, count):
+            return f"{i}.trimmed"
+        if differs(f"{i}.table", torch.int32, count, width):
+            return f"{i}.table"
+        named, trimmed = tensors[f"{i}.table"].numpy(), tensors[f"{i}.trimmed"].tolist()
+        pages = count_named(named)
+        if pages is None or not all(map(table.can_hold, states, named, trimmed)):
+            return f"{i}.table"
+        if i != cache._exact_table and not all(map(table.holds_window, states, lengths, trimmed)):
+            return f"{i}.trimmed"
         for name, plane in planes.items():
-            expected[f"{i}.{name}"] = ((plane.shape[0], pages, *plane.shape[2:]), plane.dtype)
-    if {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} != expected:
-        return False
-    numbers = {name: t for name, t in tensors.items() if t.dtype in (torch.int32, torch.int64) and t.numel()}
-    return all(int(t.min()) >= (-1 if name.endswith("table") else 0) for name, t in numbers.items())
+            if differs(f"{i}.{name}", plane.dtype, plane.shape[0], pages, *plane.shape[2:]):
+                return f"{i}.{name}"
+    return min(set(tensors) - names, default=None)
 
 
 def load(cache: PagedCache, path: str | os.PathLike[str]) -> list[int]:
@@ -159,7 +178,8 @@ def load(cache: PagedCache, path: str | os.PathLike[str]) -> list[int]:
         for i, (table, planes) in enumerate(zip(cache._tables, cache._planes, strict=True)):
             named, trimmed = tensors[f"{i}.table"].numpy(), tensors[f"{i}.trimmed"].tolist()
             pages = table.adopt(states, named, trimmed, journal)
-            index = cache._to_device(pages)
+            index = to_device(pages, cache.device)
             for name, plane in planes.items():
                 plane[:, index] = tensors[f"{i}.{name}"].to(cache.device)
+    cache._generation += 1  # a step of before may name pages that were free
     return [cache._admit(state) for state in states]

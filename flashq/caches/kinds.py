@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from flashq.caches.base import PagedCache
-from flashq.caches.step import Chunk
+from flashq.caches.index import Chunk, Prompt
 from flashq.tbq4 import FINGERPRINT, HEAD_DIMS, block_width
 
 EXACT_PAGE_SIZE = 16
 
 
 class PagedKVCache(PagedCache):
-    """Keys and values in 16 (or 32) bits; read by `flashq.decode`.
+    """Keys and values in 16 (or 32) bits; read by `flashq.decode`, prompts by `flashq.prefill_varlen` before that.
 
     Args:
         num_layers, kv_heads, head_dim: of the model; head_dim a multiple of 8 up to 256.
@@ -31,13 +31,15 @@ class PagedKVCache(PagedCache):
         dtype, device: of keys and values.
     """
 
+    _attends_prompts = True
+
     def __init__(self, num_layers: int, kv_heads: int, head_dim: int, **options: Any) -> None:
         super().__init__(num_layers, kv_heads, head_dim, **options)
         if head_dim % 8 or not 8 <= head_dim <= 256:
             self._refuse("", "head_dim", "a multiple of 8 from 8 to 256", head_dim)
         for kind, table in enumerate(self._tables):
             layers = self.window_left.count(self._kinds[kind])
-            shape = (layers, len(table.pool.users), self.page_size, kv_heads, head_dim)
+            shape = (layers, table.pool.size, self.page_size, kv_heads, head_dim)
             self._planes.append({x: self._zeros(*shape, dtype=self.dtype) for x in ("k", "v")})
         self._allocate()
 
@@ -56,6 +58,19 @@ class PagedKVCache(PagedCache):
             chunk.cu_seqlens if q.dim() == 3 else None, chunk.kv_start, sinks,
             max_seqlen_q=chunk.longest, window_left=self.window_left[layer], **options,
         )  # fmt: skip
+
+    def _attend_prompt(
+        self, layer: int, prompt: Prompt, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        ends, longest = prompt.cu_seqlens, prompt.longest
+        out, lse = torch.ops.flashq.prefill_varlen(
+            q, k, v, ends, ends, sinks, max_seqlen_q=longest, max_seqlen_k=longest,
+            window_left=self.window_left[layer], **options,
+        )  # fmt: skip
+        if prompt.padding is not None:  # its queries see nothing but the sink
+            out.masked_fill_(prompt.padding[:, None, None], 0)
+            lse = torch.where(prompt.padding, float("-inf") if sinks is None else sinks[:, None], lse)
+        return out, lse
 
 
 class TBQ4Cache(PagedCache):
@@ -88,12 +103,12 @@ class TBQ4Cache(PagedCache):
         super().__init__(num_layers, kv_heads, head_dim, **options)
         if head_dim not in HEAD_DIMS:
             self._refuse("", "head_dim", "64, 128 or 256", head_dim)
-        for name, value in (("exact_first", exact_first), ("exact_last", exact_last)):
-            if value < 0:
+        for name, value in (("exact_first", exact_first), ("exact_last", exact_last), ("exact_pages", exact_pages)):
+            if value is not None and value < 0:
                 self._refuse("", name, "at least 0", value)
         self.page_offsets, self.exact_first, self.exact_last = page_offsets, exact_first, exact_last
         for kind, table in enumerate(self._tables):
-            pages = (self.window_left.count(self._kinds[kind]), len(table.pool.users), kv_heads)
+            pages = (self.window_left.count(self._kinds[kind]), table.pool.size, kv_heads)
             planes = {}
             for name in ("k", "v"):
                 planes[f"{name}_codes"] = self._zeros(*pages, self.page_size, head_dim // 2, dtype=torch.uint8)
@@ -104,10 +119,8 @@ class TBQ4Cache(PagedCache):
             self._planes.append(planes)
         if exact_first or exact_last:
             self._exact_table = len(self._tables)
-            if exact_pages is None:
-                exact_pages = self._pages_of(exact_last, EXACT_PAGE_SIZE, exact_first)
-            self._add_table("exact pages", EXACT_PAGE_SIZE, exact_pages, exact_last - 1, exact_first)
-            shape = (num_layers, exact_pages, EXACT_PAGE_SIZE, kv_heads, head_dim)
+            table = self._add_table("exact pages", EXACT_PAGE_SIZE, exact_pages, exact_last - 1, exact_first)
+            shape = (num_layers, table.pool.size, EXACT_PAGE_SIZE, kv_heads, head_dim)
             self._planes.append({x: self._zeros(*shape, dtype=self.dtype) for x in ("exact_k", "exact_v")})
         self._allocate()
 

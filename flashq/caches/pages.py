@@ -47,17 +47,21 @@ class Sequence:
 class PagePool:
     """Pages in use and free ones; `users` counts the tables that name a page."""
 
-    def __init__(self, num_pages: int) -> None:
-        self.users = [0] * num_pages
-        self.free = list(range(num_pages - 1, -1, -1))  # the end comes first
+    def __init__(self) -> None:
+        self.users: list[int] = []
+        self.free: list[int] = []  # the end comes first
+
+    @property
+    def size(self) -> int:
+        return len(self.users)
 
     @property
     def in_use(self) -> int:
-        return len(self.users) - len(self.free)
+        return self.size - len(self.free)
 
     def resize(self, num_pages: int) -> None:
         """Add free pages, which are taken when the others are in use."""
-        old = len(self.users)
+        old = self.size
         self.users += [0] * (num_pages - old)
         self.free[:0] = range(num_pages - 1, old - 1, -1)
 
@@ -87,6 +91,15 @@ class PagePool:
         self.users[page] += 1
 
 
+def count_named(named: np.ndarray) -> int | None:
+    """How many pages a table (sequences, width) names by number, -1 none. None: it is no such table, because a number
+    is left out, or one stands for different parts of a sequence."""
+    rows, columns = np.nonzero(named >= 0)
+    uses = np.unique(np.stack([named[rows, columns], columns]), axis=1)  # every page with every part it stands for
+    pages = uses.shape[1]
+    return pages if named.min(initial=-1) >= -1 and np.array_equal(uses[0], np.arange(pages)) else None
+
+
 class PageTable:
     """The pages of every sequence for one kind of layers, or for the exact pool; -1 where a page is not held.
 
@@ -97,7 +110,6 @@ class PageTable:
         owner: the cache's name, for messages.
         name: what the pool is for, for messages.
         page_size: tokens a page.
-        num_pages: pages in the pool.
         rows: sequences at most.
         width: pages a sequence at most.
         reach: how many tokens before a query at the sequence's end are still read; None: all, -1: none.
@@ -110,7 +122,6 @@ class PageTable:
         owner: str,
         name: str,
         page_size: int,
-        num_pages: int,
         rows: int,
         width: int,
         *,
@@ -120,17 +131,27 @@ class PageTable:
     ) -> None:
         self.owner, self.name, self.page_size = owner, name, page_size
         self.reach, self.slack, self.first = reach, slack, first
-        self.pool = PagePool(num_pages)
+        self.pool = PagePool()
         self.pages = np.full((rows, width), -1, dtype=np.int32)
         self.trimmed = [0] * rows
 
-    def resize(self, num_pages: int, rows: int, width: int) -> None:
-        """Room for more pages, sequences and pages a sequence; what is held stays."""
-        self.pool.resize(num_pages)
+    def grown(self, rows: int, width: int) -> np.ndarray:
+        """The table with room for more sequences, and pages a sequence."""
         pages = np.full((rows, width), -1, dtype=np.int32)
         pages[: self.pages.shape[0], : self.pages.shape[1]] = self.pages
-        self.trimmed += [0] * (rows - len(self.trimmed))
+        return pages
+
+    def resize(self, num_pages: int, pages: np.ndarray) -> None:
+        """Go on with more pages in the pool, and a table of `grown`."""
+        self.pool.resize(num_pages)
+        self.trimmed += [0] * (len(pages) - len(self.trimmed))
         self.pages = pages
+
+    def most_pages(self, sequences: int, chunk: int) -> int:
+        """Pages that are always enough for so many sequences: for what they read, slack, both ends, and a chunk."""
+        first = count_pages(self.first + self.page_size - 1, self.page_size) if self.first else 0
+        recent = count_pages(self.reach + 1 + self.slack, self.page_size) + 2
+        return sequences * (first + recent) + count_pages(chunk, self.page_size)
 
     def _put(self, row: int, index: int, page: int, journal: Journal) -> None:
         journal.append((self.pages.__setitem__, ((row, index), int(self.pages[row, index]))))
@@ -150,7 +171,7 @@ class PageTable:
         page = self.pool.take(journal)
         if page is None:
             raise CacheFullError(
-                f"flashq.{self.owner}: {self.name}: expected a free page, got none (all {len(self.pool.users)} are in "
+                f"flashq.{self.owner}: {self.name}: expected a free page, got none (all {self.pool.size} are in "
                 "use): free or truncate sequences, or make the cache larger"
             )
         return page
@@ -163,6 +184,12 @@ class PageTable:
     def held_from(self, sequence: Sequence) -> int:
         """The first position from which on all tokens are held."""
         return self.trimmed[sequence.row] * self.page_size
+
+    def holds_window(self, sequence: Sequence, length: int, trimmed: int) -> bool:
+        """Whether the next token would see no page before `trimmed` if the sequence had `length` tokens."""
+        if self.reach is None:
+            return True
+        return max(sequence.kv_start, length - self.reach) >= min(length, trimmed * self.page_size)
 
     def trim(self, sequence: Sequence, journal: Journal) -> None:
         """Release the pages that no token after the sequence's end reads any more, nor after `slack` tokens less."""
@@ -209,6 +236,15 @@ class PageTable:
         for index in range(keep, count_pages(sequence.length, self.page_size)):
             self._drop(sequence.row, index, [])
         self.trimmed[sequence.row] = min(self.trimmed[sequence.row], keep)
+
+    def can_hold(self, sequence: Sequence, named: np.ndarray, trimmed: int) -> bool:
+        """Whether a sequence may name such pages (width), -1 none, with those before `trimmed` released."""
+        used = count_pages(sequence.length, self.page_size)
+        if not 0 <= trimmed <= (0 if self.reach is None else used) or (named[used:] >= 0).any():
+            return False
+        is_kept = [self.is_pinned(sequence, index) or (index >= trimmed and self.reach != -1) for index in range(used)]
+        padding = sequence.kv_start // self.page_size
+        return not (named[:used] < 0)[padding:][is_kept[padding:]].any()
 
     def adopt(self, sequences: list[Sequence], named: np.ndarray, trimmed: list[int], journal: Journal) -> np.ndarray:
         """Take pages for new sequences whose tables name (sequences, pages) of them by number, -1 none; those pages."""

@@ -2,45 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from flashq.caches.index import Chunk, Prompt
 
 if TYPE_CHECKING:
     from flashq.caches.base import PagedCache
 
 
-@dataclass
-class Chunk:
-    """A part of a step's packed tokens, small enough for the exact pool.
-
-    Tensors on the cache's device: seqlens and kv_start int32 (B), cu_seqlens int32 (B + 1), per page table block_tables
-    int32 (B, pages) and slots int64 (T).
-    """
-
-    begin: int
-    end: int
-    seqlens: Tensor
-    kv_start: Tensor
-    cu_seqlens: Tensor
-    block_tables: list[Tensor]
-    slots: list[Tensor]
-    longest: int
-    """The most tokens of a sequence."""
-
-
 class Step:
     """What `extend` and `lookup` return: the tokens of some sequences that come next, packed in the order asked for.
 
-    Call `attend` (or `append`) once a layer, before the next `extend` of the cache. A step of one chunk and
-    up to 16 tokens a sequence uses the same tensors as every such step of as many sequences and tokens, so its layers
-    can be captured in a CUDA graph: `extend` writes the next step's values into them, outside of the graph.
+    Call `attend` (or `append`) once a layer, before the cache's next `extend`, `truncate`, `free` or `load`. A step of
+    one chunk in which no sequence gets more than 16 tokens uses the same tensors as every such step of as many
+    sequences and tokens, so its layers can be captured in a CUDA graph: `extend` writes the next step's values into
+    them, outside of the graph.
     """
 
-    def __init__(self, cache: PagedCache, counts: list[int], chunks: list[Chunk], *, appends: bool) -> None:
-        self._cache, self._appends = cache, appends
+    def __init__(
+        self, cache: PagedCache, counts: list[int], chunks: list[Chunk], prompt: Prompt | None = None, *,
+        appends: bool = True,
+    ) -> None:  # fmt: skip
+        self._cache, self._prompt, self._appends = cache, prompt, appends
         self._generation = cache._generation
         self.counts = counts
         self.tokens = sum(counts)
@@ -84,17 +70,17 @@ class Step:
 
         Raises:
             ValueError: a shape or dtype that does not fit; the step is not the cache's latest; k and v are missing in a
-                step of several chunks.
+                step of several chunks, or it is not causal.
         """
-        options = {
-            "scale": scale, "softcap": softcap, "causal": causal, "kv_chunk": kv_chunk, "out_dtype": out_dtype
-        }  # fmt: skip
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "causal": causal}
         if (k is None) != (v is None):
             self._refuse("attend", "k, v", "both or none", "one")
         if k is not None:
             k, v = self._check_new(layer, k, v)
-        elif self._appends and len(self.chunks) > 1:
+        elif len(self.chunks) > 1:
             self._refuse("attend", "k, v", f"both, because the step has {len(self.chunks)} chunks", "None")
+        if len(self.chunks) > 1 and not causal:
+            self._refuse("attend", "causal", f"True, because the step has {len(self.chunks)} chunks", "False")
         self._check("attend", layer)
         batched = q.dim() == 4
         if q.shape[: q.dim() - 2] != ((len(self.counts), self._uniform_count()) if batched else (self.tokens,)):
@@ -102,19 +88,23 @@ class Step:
             if self._uniform_count() is not None:
                 expected += f" or ({len(self.counts)}, {self._uniform_count()}, Hq, {self._cache.head_dim})"
             self._refuse("attend", "q", f"shape {expected}", f"shape {tuple(q.shape)}")
-        if len(self.chunks) == 1:
-            (chunk,) = self.chunks
-            if k is not None:
-                self._cache._write(layer, chunk, k, v)
-            return self._cache._attend(layer, chunk, q, sinks, **options)
         packed = q.flatten(0, 1) if batched else q
-        out = torch.empty(packed.shape, dtype=out_dtype or q.dtype, device=q.device)
-        lse = torch.empty(packed.shape[1], packed.shape[0], dtype=torch.float32, device=q.device)
-        for chunk in self.chunks:
-            tokens = slice(chunk.begin, chunk.end)
-            if k is not None:
+        # An op that reads k and v as they come takes no split of them: with one, bits depend on the sequence alone.
+        if k is not None and self._prompt is not None and not kv_chunk and out_dtype in (None, q.dtype):
+            self.append(layer, k, v)
+            out, lse = self._cache._attend_prompt(layer, self._prompt, packed, k, v, sinks, **options)
+        else:
+            options |= {"kv_chunk": kv_chunk, "out_dtype": out_dtype}
+            if len(self.chunks) == 1:
+                if k is not None:
+                    self.append(layer, k, v)
+                return self._cache._attend(layer, self.chunks[0], q, sinks, **options)
+            out = torch.empty(packed.shape, dtype=out_dtype or q.dtype, device=q.device)
+            lse = torch.empty(packed.shape[1], packed.shape[0], dtype=torch.float32, device=q.device)
+            for chunk in self.chunks:
+                tokens = slice(chunk.begin, chunk.end)
                 self._cache._write(layer, chunk, k[tokens], v[tokens])
-            out[tokens], lse[:, tokens] = self._cache._attend(layer, chunk, packed[tokens], sinks, **options)
+                out[tokens], lse[:, tokens] = self._cache._attend(layer, chunk, packed[tokens], sinks, **options)
         if not batched:
             return out, lse
         return out.view(q.shape), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -57,7 +58,16 @@ def layer_windows(config: PreTrainedConfig, where: str) -> list[int]:
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             refuse(where, "layer_types", "full_attention or sliding_attention", kind)
+        if kind == "sliding_attention" and not window:
+            refuse(where, "sliding_window", "a number of tokens", window)
     return [-1 if kind == "full_attention" else window - 1 for kind in kinds]
+
+
+def _options_of(kind: type[PagedCache]) -> set[str]:
+    """Options of a kind of cache that neither the model nor `ModelCache` decides."""
+    signatures = [inspect.signature(base.__init__) for base in kind.__mro__ if issubclass(base, PagedCache)]
+    names = {p.name for signature in signatures for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
+    return names - {"window_left", "device", "dtype", "max_length"}
 
 
 class NewTokens(Tensor):
@@ -133,7 +143,8 @@ class ModelCache(Cache):
         options: of the flashq cache: page_size, slack, max_chunk and so on. With num_pages it does not grow.
 
     Raises:
-        ValueError: the model has layers that are neither full nor sliding-window attention.
+        ValueError: the model has layers that are neither full nor sliding-window attention; an option that the flashq
+            cache does not have, or that the model decides.
     """
 
     attention: str
@@ -143,6 +154,8 @@ class ModelCache(Cache):
         self, config: PreTrainedConfig, *, max_length: int = 0, dtype: torch.dtype | None = None, **options: Any
     ) -> None:
         self.windows = layer_windows(config, type(self).__name__)
+        for name in sorted(options.keys() - (known := _options_of(self.kind))):
+            self._refuse("options", ", ".join(sorted(known)), name)
         super().__init__(layers=[_Layer(self, i, window != -1) for i, window in enumerate(self.windows)])
         self.paged: PagedCache | None = None
         """The flashq cache; None before the first forward pass."""
@@ -197,20 +210,31 @@ class ModelCache(Cache):
                 **{"num_pages": pages, "max_sequences": batch, "window_left": self.windows, "device": k.device,
                    "dtype": self._dtype or k.dtype, **self._options},
             )  # fmt: skip
-        if not self.rows:
-            self._reserve(max_sequences=batch)
-            self.rows = [self.paged.alloc(start) for start in starts]
-        for row, old, start in zip(self.rows, self._kv_start, starts, strict=False):
-            if start != old:
-                self.paged.pad(row, start)
-        self._kv_start = starts
+        is_new = not self.rows
+        try:
+            if is_new:
+                self._reserve(max_sequences=batch)
+                self.rows.extend(map(self.paged.alloc, starts))
+            for row, old, start in zip(self.rows, self._kv_start, starts, strict=False):
+                if start != old:
+                    self.paged.pad(row, start)
+            self._kv_start = starts
+            return self._extend(count)
+        except BaseException:
+            if is_new:  # no tokens came, so the next call may have other rows
+                self.reset()
+            raise
+
+    def _extend(self, count: int) -> Step:
+        """Room for `count` more tokens in every row, in a larger cache where this one is full."""
         try:
             return self.paged.extend(self.rows, count)
         except CacheFullError:
             if "num_pages" in self._options:
                 raise
+        length = self.get_seq_length()
         tokens = max(length + count + ROOM, length * 3 // 2)
-        self._reserve(num_pages=batch * count_pages(tokens, self.paged.page_size), max_length=tokens)
+        self._reserve(num_pages=len(self.rows) * count_pages(tokens, self.paged.page_size), max_length=tokens)
         return self.paged.extend(self.rows, count)
 
     def _reserve(self, **sizes: int) -> None:
@@ -279,8 +303,8 @@ class ModelCache(Cache):
         keep = length + tokens_to_remove if tokens_to_remove <= 0 else min(length, tokens_to_remove)
         if not 0 <= keep <= length:
             self._refuse("tokens_to_remove", f"-{length} to -1", tokens_to_remove)
-        for row in self.rows if keep < length else ():
-            self.paged.truncate(row, keep)
+        if keep < length:
+            self.paged.truncate(self.rows, keep)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] is; rows share the pages that they have in common."""
@@ -298,8 +322,8 @@ class ModelCache(Cache):
         self._check_complete()
         if self.rows:
             self._reserve(max_sequences=len(indices))
-            self._kv_start = [self._kv_start[i] for i in indices]
             self.rows = self.paged.select(self.rows, indices)
+            self._kv_start = [self._kv_start[i] for i in indices]
 
     def _not_supported(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._refuse("call", "one that a cache of attention layers on one device answers", "another")

@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 
 try:
-    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+    from transformers import (
+        AttentionInterface,
+        AttentionMaskInterface,
+        GenerationConfig,
+        PreTrainedConfig,
+        PreTrainedModel,
+    )
     from transformers import __version__ as _version
     from transformers.masking_utils import causal_mask_function
 
@@ -74,7 +80,7 @@ def _window_of(mask_function: Any) -> int | None:
     cells = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
     if name == "and_masks.<locals>.and_mask" and len(cells) == 1 and len(cells[0]) == 2:
         windows = [_window_of(part) for part in cells[0]]
-        return None if None in windows else max(windows)
+        return None if None in windows else min((window for window in windows if window != -1), default=-1)
     if name == "sliding_window_overlay.<locals>.inner_mask" and len(cells) == 1 and isinstance(cells[0], int):
         return cells[0] - 1
     return None
@@ -263,14 +269,24 @@ def disable(model: PreTrainedModel) -> None:
         del model.generate, model._attention_before_flashq
 
 
+def _uses_cache(kwargs: dict[str, Any], configs: list[GenerationConfig | None]) -> bool | None:
+    """The ``use_cache`` that ``generate`` goes by: of its arguments, or of the first config that states one."""
+    stated = [config.use_cache for config in configs if config is not None and config.use_cache is not None]
+    return kwargs["use_cache"] if "use_cache" in kwargs else (*stated, True)[0]
+
+
 def _generate_with(cache: str, options: dict[str, Any], generate: Any) -> Any:
     """``generate`` of a model class, with a cache of ours where the caller gives none and has not turned it off."""
+    signature = inspect.signature(generate)
 
     @functools.wraps(generate)
     def generate_with_cache(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        config = kwargs.get("generation_config") or self.generation_config
-        wants_none = kwargs.get("use_cache", config.use_cache) is False
-        if kwargs.get("past_key_values") is None and kwargs.get("cache") is None and not wants_none:
+        config = signature.bind_partial(self, *args, **kwargs).arguments.get("generation_config")
+        use_cache = _uses_cache(kwargs, [config, self.generation_config])
+        given = next((kwargs[name] for name in ("cache", "past_key_values") if kwargs.get(name) is not None), None)
+        if isinstance(given, ModelCache) and not use_cache:  # each step would bring all tokens, behind those it holds
+            refuse("generate", "use_cache", f"True with a {type(given).__name__}", use_cache)
+        if given is None and use_cache:
             kwargs[cache_keyword(self)] = make_cache(self, cache, **options)
         return generate(self, *args, **kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,9 @@ from flashq.cli.capture import load_capture
         ({"head_dim": 80}, "head_dim: expected 64, 128 or 256, got 80"),
         ({"exact_first": -1}, "exact_first: expected at least 0, got -1"),
         ({"exact_last": -4}, "exact_last: expected at least 0, got -4"),
+        ({"exact_pages": -1}, "exact_pages: expected at least 0, got -1"),
+        ({"window_pages": -1}, "window_pages: expected at least 0, got -1"),
+        ({"max_length": -1}, "max_length: expected at least 0, got -1"),
     ],
 )
 def test_construction(options: dict[str, Any], message: str) -> None:
@@ -59,12 +63,16 @@ def test_calls_that_do_not_fit_change_nothing() -> None:
         (lambda: cache.extend([a, a]), r"extend: sequences: expected each once, got \[0, 0\]"),
         (lambda: cache.extend([a, b], [1]), r"extend: counts: expected one .* each of 2 sequences, got \[1\]"),
         (lambda: cache.extend([a], [-1]), r"extend: counts: .*got \[-1\]"),
-        (lambda: cache.alloc(-1), "alloc: kv_start: expected at least 0, got -1"),
+        (lambda: cache.alloc(-1), "alloc: kv_start: expected 0 to 2147483647, got -1"),
+        (lambda: cache.alloc(2**31), "alloc: kv_start: expected 0 to 2147483647, got 2147483648"),
+        (lambda: cache.pad(b, 2**31), "pad: kv_start: expected at least the present 0, at most 2147483647, got"),
         (lambda: cache.fork(7), "fork: sequence: .*got 7"),
         (lambda: cache.free(7), "free: sequence: .*got 7"),
         (lambda: cache.length(7), "length: sequence: .*got 7"),
-        (lambda: cache.truncate(a, 21), "truncate: length: expected 0 to 20, got 21"),
-        (lambda: cache.truncate(a, -1), "truncate: length: expected 0 to 20, got -1"),
+        (lambda: cache.truncate(a, 21), "truncate: lengths: expected 0 to 20, got 21"),
+        (lambda: cache.truncate(a, -1), r"truncate: lengths: expected one of at least 0 .*, got \[-1\]"),
+        (lambda: cache.truncate([a, b], [2, 4]), "truncate: lengths: expected 0 to 3, got 4"),
+        (lambda: cache.truncate([a, a], 2), r"truncate: sequences: expected each once, got \[0, 0\]"),
         (lambda: cache.select([a, b], [2]), r"select: indices: expected 0 to 1.*, got \[2\]"),
         (lambda: step.attend(2, q[0]), "attend: layer: expected 0 to 1, got 2"),
         (lambda: step.append(-1, k[0], v[0]), "append: layer: expected 0 to 1, got -1"),
@@ -76,6 +84,10 @@ def test_calls_that_do_not_fit_change_nothing() -> None:
     ):
         with pytest.raises(ValueError, match=f"^flashq.TBQ4Cache.{message}"):
             call()
+        assert snapshot(cache) == before
+    for counts in (2.0, [2.5]):
+        with pytest.raises(TypeError):
+            cache.extend([a], counts)
         assert snapshot(cache) == before
     with pytest.raises(flashq.CacheFullError, match="select: max_sequences: expected at most 5, got 6"):
         cache.select([a, b], [0, 0, 0, 0, 1, 1])
@@ -98,8 +110,35 @@ def test_only_the_latest_step_counts() -> None:
         with pytest.raises(ValueError, match="step: expected the cache's latest, got an older one"):
             call()
     long = cache.extend(a, 150)
+    q, k, v = random_inputs(cache, 150, 1)
     with pytest.raises(ValueError, match="attend: k, v: expected both, because the step has 2 chunks, got None"):
-        long.attend(0, torch.zeros(150, 4, 64))
+        long.attend(0, q[0])
+    with pytest.raises(ValueError, match="attend: causal: expected True, because the step has 2 chunks, got False"):
+        long.attend(0, q[0], k[0], v[0], causal=False)
+
+
+@pytest.mark.parametrize("kind", ["16bit", "tbq4"])
+def test_what_changes_sequences_ends_their_steps(kind: str, tmp_path: Path) -> None:
+    """A step names pages: those of a sequence that is gone, or shorter, may be another's by now."""
+    cache = make(kind)
+    a, b = cache.alloc(), cache.alloc()
+    q, k, v = random_inputs(cache, 2, 0)
+    cache.extend([a, b], 4)
+    cache.save(tmp_path / "saved", [a])
+    calls = [
+        lambda: cache.truncate(b, 3), lambda: cache.load(tmp_path / "saved"), lambda: cache.pad(cache.alloc(), 3),
+        lambda: cache.select([a], [0, 0]), lambda: cache.free(b),
+    ]  # fmt: skip
+    for call in calls:
+        step, look = cache.extend([a, b]), cache.lookup([a, b])
+        step.append(0, k[0], v[0])
+        call()
+        for late in (step.append, look.attend):
+            if call is calls[3]:  # a fork alone: the same tokens in the same pages
+                late(0, *([k[0], v[0]] if late == step.append else [q[0]]))
+                continue
+            with pytest.raises(ValueError, match="step: expected the cache's latest, got an older one"):
+                late(0, *([k[0], v[0]] if late == step.append else [q[0]]))
 
 
 def test_bytes() -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import struct
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +61,7 @@ def test_round_trip(kind: str, tmp_path: Path) -> None:
     assert {name: used - 1 for name, (used, _) in other.pages_in_use.items()} == in_use  # shared pages stay shared
     assert all(map(torch.equal, next_outputs(other, loaded), next_outputs(both.cache, saved)))
     for cache, sequence in ((other, loaded[0]), (both.cache, saved[0])):
-        with pytest.raises(ValueError, match=r"truncate: length: expected at least .* released"):
+        with pytest.raises(ValueError, match=r"truncate: lengths: expected at least .* released"):
             cache.truncate(sequence, 100)
     other.truncate(loaded[0], 180)
     both.cache.truncate(saved[0], 180)
@@ -160,21 +164,67 @@ def test_a_changed_tensor_or_name_is_refused(written: Path) -> None:
     assert len(make("tbq4").load(written)) == 3
 
 
-def test_a_forged_file_is_refused(written: Path) -> None:
-    """With a checksum that is right, of tensors that are not."""
-    with safe_open(written, framework="pt") as file:
-        header, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+def forge(path: Path, changes: dict[str, Tensor | None]) -> None:
+    """Change the file's tensors (None: leave one out), with a checksum that is right."""
+    with safe_open(path, framework="pt") as file:
+        header, tensors = file.metadata(), {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     header.pop("sha256")
-    forgeries = [{"0.table": tensors["0.table"] + 1}, {"kv_start": tensors["kv_start"] - 30}, {"more": torch.zeros(1)}]
-    forgeries += [{"length": tensors["length"] + 64}, {"length": tensors["length"].float()}]
-    forgeries += [{"0.k_codes": tensors["0.k_codes"][:, 1:].clone()}]
-    for changes in forgeries:
-        changed = tensors | changes
-        save_file(changed, written, metadata=header | {"sha256": _digest(header, changed)})
-        refused(make("tbq4"), written, "tensors: expected those of a cache")
-    changed = {name: tensor for name, tensor in tensors.items() if name != "length"}
-    save_file(changed, written, metadata=header | {"sha256": _digest(header, changed)})
-    refused(make("tbq4"), written, "tensors: expected those of a cache")
+    tensors = {name: tensor for name, tensor in (tensors | changes).items() if tensor is not None}
+    save_file(tensors, path, metadata=header | {"sha256": _digest(header, tensors)})
+
+
+FORGERIES: dict[str, Callable[[dict[str, Tensor]], dict[str, Any]]] = {
+    "no lengths": lambda t: {"length": None},
+    "no plane": lambda t: {"0.k_codes": None},
+    "one tensor more": lambda t: {"more": torch.zeros(1)},
+    "longer": lambda t: {"length": t["length"] + 64},
+    "shorter": lambda t: {"length": t["length"] - 40},
+    "as long as int64 goes": lambda t: {"length": torch.full_like(t["length"], 2**63 - 1)},
+    "negative lengths": lambda t: {"length": -t["length"]},
+    "lengths of another dtype": lambda t: {"length": t["length"].float()},
+    "lengths that are no numbers": lambda t: {"length": t["length"] * float("nan")},
+    "complex lengths": lambda t: {"length": t["length"].to(torch.complex64)},
+    "lengths of another shape": lambda t: {"length": t["length"][None]},
+    "one length": lambda t: {"length": t["length"][0]},
+    "negative padding": lambda t: {"kv_start": t["kv_start"] - 30},
+    "less padding": lambda t: {"kv_start": torch.zeros_like(t["kv_start"])},
+    "fewer paddings": lambda t: {"kv_start": t["kv_start"][1:].clone()},
+    "a table of int64": lambda t: {"0.table": t["0.table"].long()},
+    "a complex table": lambda t: {"0.table": t["0.table"].to(torch.complex64)},
+    "page 0 unnamed": lambda t: {"0.table": t["0.table"] + 1},
+    "a number left out": lambda t: {"0.table": torch.where(t["0.table"] == t["0.table"].max(), -1, t["0.table"])},
+    "a table of -2": lambda t: {"0.table": torch.where(t["0.table"] < 0, -2, t["0.table"])},
+    "no page where tokens are": lambda t: {"0.table": torch.full_like(t["0.table"], -1)},
+    "one page for all": lambda t: {
+        "0.table": t["0.table"].clamp(max=0),
+        **{name: x[:, :1].clone() for name, x in t.items() if name.startswith("0.") and x.dim() > 2},
+    },
+    "a page at two places": lambda t: {"0.table": t["0.table"].flip(1)},
+    "a page past the end": lambda t: {"0.table": torch.where(t["0.table"] < 0, t["0.table"].max(), t["0.table"])},
+    "a huge page number": lambda t: {"0.table": torch.where(t["0.table"] == 0, 2**31 - 1, t["0.table"])},
+    "pages released in full attention": lambda t: {"0.trimmed": t["0.trimmed"] + 1},
+    "more released than there are": lambda t: {"1.trimmed": t["1.trimmed"] + 1000},
+    "negative releases": lambda t: {"1.trimmed": t["1.trimmed"] - 100},
+    "releases in the window": lambda t: {"1.trimmed": (t["length"] // 16).clone()},
+    "fewer pages": lambda t: {"0.k_codes": t["0.k_codes"][:, 1:].clone()},
+    "codes of another dtype": lambda t: {"0.k_codes": t["0.k_codes"].view(torch.int8)},
+    "norms of another dtype": lambda t: {"0.k_norms": t["0.k_norms"].view(torch.bfloat16)},
+}
+
+
+@pytest.mark.parametrize("what", FORGERIES)
+def test_a_forged_file_is_refused(what: str, written: Path) -> None:
+    """With a checksum that is right, of tensors that are not what a cache holds."""
+    with safe_open(written, framework="pt") as file:
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    forge(written, FORGERIES[what](tensors))
+    refused(make("tbq4"), written, "tensors: expected those of a cache, got others: .* is missing or does not fit")
+
+
+def test_a_file_that_is_saved_again_is_the_same(written: Path) -> None:
+    forge(written, {})
+    cache = make("tbq4")
+    assert [cache.length(sequence) for sequence in cache.load(written)] == [193, 48, 191]
 
 
 def test_damage_of_any_kind_is_refused(written: Path) -> None:
@@ -205,3 +255,84 @@ def test_without_safetensors_the_error_says_what_to_install(monkeypatch: pytest.
     for call in (make("tbq4").save, make("tbq4").load):
         with pytest.raises(ImportError, match="expected the package safetensors, got none: pip install safetensors"):
             call(tmp_path / "x")
+
+
+def test_links_are_followed_and_modes_kept_to_the_umask(tmp_path: Path) -> None:
+    both = pair("16bit")
+    fill(both)
+    (tmp_path / "runs").mkdir()
+    target, link = tmp_path / "runs" / "first", tmp_path / "latest"
+    link.symlink_to("runs/first")
+    with pytest.raises(FileNotFoundError, match=r"PagedKVCache.load: .*latest.*: expected a file, got none"):
+        both.cache.load(link)
+    umask = os.umask(0o027)
+    try:
+        both.cache.save(link)
+    finally:
+        os.umask(umask)
+    assert link.is_symlink()
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+    assert [path.name for path in target.parent.iterdir()] == ["first"]
+    assert len(make("16bit").load(link)) == 3
+
+
+def test_places_that_hold_no_file(tmp_path: Path) -> None:
+    cache = make("tbq4")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "folder", tmp_path / "pipe", Path("/dev/zero")):
+        refused(cache, path, "file: expected a regular file, got something else")
+    with pytest.raises(OSError, match="folder"):
+        cache.save(tmp_path / "folder")
+    with pytest.raises(FileNotFoundError):
+        cache.save(tmp_path / "missing" / "cache")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "pipe"]
+
+
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
+    """Two writers and a reader at one path: what is read is one of the files, whole."""
+    path, lengths = tmp_path / "cache", {}
+    caches = []
+    for kind in ((20,), (20, 70)):
+        cache = make("tbq4")
+        for count in kind:
+            _, k, v = random_inputs(cache, count, count)
+            step = cache.extend(cache.alloc(), count)
+            for layer in range(2):
+                step.append(layer, k[layer], v[layer])
+        caches.append(cache)
+        lengths[len(kind)] = list(kind)
+    caches[0].save(path)
+    done = threading.Event()
+
+    def write(cache: PagedCache) -> None:
+        while not done.is_set():
+            cache.save(path)
+
+    writers = [threading.Thread(target=write, args=(cache,)) for cache in caches]
+    for writer in writers:
+        writer.start()
+    try:
+        for _ in range(40):
+            reader = make("tbq4")
+            loaded = reader.load(path)
+            assert [reader.length(sequence) for sequence in loaded] == lengths[len(loaded)]
+    finally:
+        done.set()
+        for writer in writers:
+            writer.join()
+    assert [p.name for p in tmp_path.iterdir()] == ["cache"]
+
+
+def test_a_load_that_memory_is_not_enough_for_changes_nothing(written: Path) -> None:
+    class NoRoom(dict):
+        def items(self) -> Any:
+            raise torch.OutOfMemoryError
+
+    cache = make("tbq4")
+    cache._planes[-1] = NoRoom(cache._planes[-1])
+    before = snapshot(cache)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.load(written)
+    assert snapshot(cache) == before
+    check_pages(cache)

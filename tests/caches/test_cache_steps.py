@@ -199,11 +199,11 @@ def test_windows_release_their_pages() -> None:
         assert in_use["pages of window 40"][0] <= -(-(40 + 16 + 50) // 16) + 1
         assert in_use["pages of window 70"][0] <= -(-(70 + 16 + 50) // 16) + 1
     assert in_use["pages"][0] == -(-1500 // 16)
-    with pytest.raises(ValueError, match=r"truncate: length: expected at least 1480, .* released"):
+    with pytest.raises(ValueError, match=r"truncate: lengths: expected at least 1480, .* released"):
         cache.truncate(a, 1300)
     cache.truncate(a, 1484)
     for sequence in (a, cache.fork(a)):  # what was released at 1500 tokens stays so
-        with pytest.raises(ValueError, match=r"truncate: length: expected at least 1480, .* released"):
+        with pytest.raises(ValueError, match=r"truncate: lengths: expected at least 1480, .* released"):
             cache.truncate(sequence, 1479)
     with pytest.raises(ValueError, match="lookup: counts: expected queries whose window 40 is still held, got 60"):
         cache.lookup(a, 60)

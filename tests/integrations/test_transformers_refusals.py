@@ -27,6 +27,10 @@ def run(model: Any, cache: Any = None, **inputs: Any) -> Any:
         return model(**{"input_ids": prompt()["input_ids"]} | inputs, **{fq.cache_keyword(model): cache})
 
 
+def generate(model: Any, **options: Any) -> Any:
+    return model.generate(**prompt(), max_new_tokens=2, return_dict_in_generate=True, **options)
+
+
 def holes() -> dict[str, Any]:
     inputs = prompt(batch=2)
     inputs["attention_mask"][1, 30] = 0
@@ -53,6 +57,19 @@ CALLS: list[tuple[str, Callable[[Any], Any]]] = [
     ("relative_bias: expected None", lambda m: run(m, relative_bias=torch.zeros(3))),
     ("cu_seq_lens_q: expected None", lambda m: run(m, cu_seq_lens_q=torch.zeros(3))),
     ("cache: expected 'tbq4' or '16bit', got 'int8'", lambda m: fq.enable(m, "int8")),
+    ("options: expected max_chunk, .*, got page_sise", lambda m: fq.enable(m, "16bit", page_sise=16)),
+    ("options: expected .*, got exact_last", lambda m: fq.enable(m, "16bit", exact_last=16)),
+    ("options: expected .*, got window_left", lambda m: fq.make_cache(m, "tbq4", window_left=8)),
+    ("output_attentions: expected None, got True", lambda m: run(m, output_attentions=True)),
+    ("output_attentions: expected None, got True", lambda m: generate(m, output_attentions=True)),
+    ("Passing both `cache_implementation`", lambda m: generate(m, cache_implementation="static")),
+    ("Passing both `cache_implementation`", lambda m: generate(m, cache_implementation="offloaded")),
+    ("Passing both `cache_implementation`",
+     lambda m: m.generate(prompt()["input_ids"], transformers.GenerationConfig(cache_implementation="static"))),
+    ("use_cache: expected True with a PagedKVModelCache, got False",
+     lambda m: generate(m, use_cache=False, **{fq.cache_keyword(m): fq.make_cache(m, "16bit")})),
+    ("use_cache: expected True with a PagedKVModelCache, got None",
+     lambda m: generate(m, use_cache=None, **{fq.cache_keyword(m): fq.make_cache(m, "16bit")})),
 ]  # fmt: skip
 
 
@@ -68,6 +85,29 @@ def test_4_bits_need_their_cache(model: Any) -> None:
         run(model)
     with pytest.raises(ValueError, match="cache: expected a TBQ4ModelCache"):
         model.generate(**prompt(), max_new_tokens=2, use_cache=False)
+
+
+@pytest.mark.parametrize("where", ["argument", "config", "positional config", "the model's config"])
+def test_generate_without_a_cache(model: Any, where: str) -> None:
+    """Not with one that it does not know of: every step then brings all tokens."""
+    inputs, config = prompt(), transformers.GenerationConfig(max_new_tokens=5, use_cache=False)
+    expected = make("llama").generate(**inputs, max_new_tokens=5, use_cache=False)
+    if where == "argument":
+        ours = model.generate(**inputs, max_new_tokens=5, use_cache=False)
+    elif where == "config":
+        ours = model.generate(**inputs, generation_config=config)
+    elif where == "positional config":
+        ours = model.generate(inputs["input_ids"], config, attention_mask=inputs["attention_mask"])
+    else:
+        model.generation_config.use_cache = False
+        ours = model.generate(**inputs, generation_config=transformers.GenerationConfig(max_new_tokens=5))
+    assert torch.equal(ours, expected)
+
+
+@pytest.mark.slow
+def test_continuous_batching_of_transformers_is_refused(model: Any) -> None:
+    with pytest.raises(ValueError, match=r"not supported"):
+        model.generate_batch([[3, 4, 5]], generation_config=transformers.GenerationConfig(max_new_tokens=2))
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -99,6 +139,10 @@ def test_attention_that_is_not_causal_is_refused() -> None:
     ("changes", "message"),
     [
         ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types: .* got chunked_attention"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "sliding_window: expected a number of tokens, got None",
+        ),
         ({"num_kv_shared_layers": 1}, "num_kv_shared_layers: expected layers with keys of their own"),
         ({"is_encoder_decoder": True}, "model: expected a decoder"),
         ({"head_dim": 264}, "head_dim: expected a multiple of 8 up to 256, got 264"),
@@ -182,8 +226,37 @@ def test_methods_of_the_cache(model: Any, cache: str) -> None:
 
 
 def test_a_cache_of_fixed_size_does_not_grow(model: Any) -> None:
+    kept = fq.make_cache(model, "16bit", num_pages=1, max_length=1000)
     with pytest.raises(flashq.CacheFullError, match="max_length: expected at most 64 tokens"):
-        run(model, fq.make_cache(model, "16bit", num_pages=1, max_length=1000))
+        run(model, kept)
+    assert (kept.get_seq_length(), kept.batch_size) == (0, -1)  # as before, so other rows can come
+    few = {name: values[:, -20:] for name, values in prompt(batch=3).items()}
+    assert run(model, kept, **few | {"input_ids": few["input_ids"][:1]}).logits.isfinite().all()
+    kept.reset()
+    with pytest.raises(flashq.CacheFullError, match="a free page, got none"):
+        run(model, kept, **few)
+    assert kept.batch_size == -1
+    assert kept.paged.sequences == []
+
+
+@pytest.mark.parametrize("cache", ["16bit", "tbq4"])
+def test_a_crop_that_one_row_cannot_do_changes_none(cache: str) -> None:
+    """Nearly all of the first row is padding, so that it has no window that would be missing."""
+    model = make("mistral")
+    fq.enable(model, cache)
+    kept = fq.make_cache(model, cache, page_size=16)
+    inputs = prompt(batch=2, tokens=120)
+    inputs["attention_mask"][0, :100] = 0
+    run(model, kept, **inputs)
+    with pytest.raises(ValueError, match=r"truncate: lengths: expected at least .* released"):
+        kept.crop(-60)
+    assert [kept.paged.length(row) for row in kept.rows] == [120, 120]
+    kept.crop(-3)
+    token = {"input_ids": torch.full((2, 1), 5), "attention_mask": inputs["attention_mask"][:, :118]}
+    again = run(model, kept, **token).logits
+    ids = torch.cat([inputs["input_ids"][:, :117], token["input_ids"]], 1)
+    fresh = run(model, fq.make_cache(model, cache, page_size=16), **token | {"input_ids": ids}).logits[:, -1:]
+    torch.testing.assert_close(again, fresh, rtol=2e-2, atol=2e-2)
 
 
 def test_enabled_models_can_be_copied(model: Any) -> None:
