@@ -202,7 +202,7 @@ def random_inputs(cache: PagedCache, tokens: int, seed: int, q_heads: int = 4) -
 
 
 class Pair:
-    """A cache and its model, driven together; `extend` compares them."""
+    """A cache, on any device, and its model, driven together; `extend` compares them."""
 
     def __init__(self, cache: PagedCache, tolerance: float) -> None:
         self.cache, self.model, self.tolerance = cache, Model(cache), tolerance
@@ -229,11 +229,12 @@ class Pair:
     def extend(self, sequences: list[int], counts: list[int], *, compare: bool = True) -> None:
         step = self.cache.extend(sequences, counts)
         self.seed += 1
-        q, k, v = random_inputs(self.cache, step.tokens, self.seed)
+        inputs = random_inputs(self.cache, step.tokens, self.seed)
+        q, k, v = (x.to(self.cache.device) for x in inputs)
         got = torch.stack(
             [step.attend(layer, q[layer], k[layer], v[layer])[0] for layer in range(self.cache.num_layers)]
         )
-        expected = self.model.extend(sequences, counts, q, k, v, attend=compare)
+        expected = self.model.extend(sequences, counts, *inputs, attend=compare)
         for sequence in sequences:
             assert self.cache.length(sequence) == self.model.states[sequence].length
         if compare:
@@ -244,9 +245,9 @@ class Pair:
         self.seed += 1
         q = random_inputs(self.cache, len(sequences), self.seed)[0]
         step = self.cache.lookup(sequences)
-        got = torch.stack([step.attend(layer, q[layer])[0] for layer in range(self.cache.num_layers)])
+        got = torch.stack([step.attend(i, q[i].to(self.cache.device))[0] for i in range(self.cache.num_layers)])
         self._compare(got, torch.cat([self.model.attend(s, q[:, i, None]) for i, s in enumerate(sequences)], dim=1))
 
     def _compare(self, got: Tensor, expected: Tensor) -> None:
-        for ours, truth in zip(got.float(), expected, strict=True):
+        for ours, truth in zip(got.cpu().float(), expected, strict=True):
             assert (ours - truth).norm() <= self.tolerance * truth.norm() + 1e-6

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from cache_model import Pair, check_pages, random_inputs
-from test_cache_steps import make
+from cache_model import check_pages, random_inputs, snapshot
+from cases import ON_CUDA
+from test_cache_soak import soak
+from test_cache_steps import make, pair
 
 import flashq
+from flashq.caches import Step
 
 pytestmark = pytest.mark.cuda
+
+ATTENDS = ["16bit", "tbq4"] if "tbq4_attention" in ON_CUDA else ["16bit"]
 
 
 @pytest.mark.parametrize("kind", ["16bit", "tbq4", "tbq4 offsets"])
@@ -47,21 +54,25 @@ def test_the_same_calls_write_the_same_bytes(kind: str) -> None:
 def test_a_captured_step_serves_the_next_ones(kind: str) -> None:
     """Pages are taken, and shared ones copied, outside of the graph; other sequences come between replays."""
     plain, captured = (make(kind, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+    def run(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+        """All layers; what they give where CUDA has the attention of this kind."""
+        results: list[torch.Tensor] = []
+        for layer in range(2):
+            if kind in ATTENDS:
+                results += step.attend(layer, q[layer], k[layer], v[layer])
+            else:
+                step.append(layer, k[layer], v[layer])
+        return results
+
     for cache in (plain, captured):
         for count in (30, 15, 50):
-            step = cache.extend(cache.alloc(), count)
-            _, k, v = (x.cuda() for x in random_inputs(cache, count, count))
-            for layer in range(2):
-                step.append(layer, k[layer], v[layer])
+            run(cache.extend(cache.alloc(), count), *(x.cuda() for x in random_inputs(cache, count, count)))
     buffers = [x.cuda() for x in random_inputs(captured, 2, 0)]
-    step = captured.extend([0, 1])
-    graph = torch.cuda.CUDAGraph()
-    plain_step = plain.extend([0, 1])
-    for layer in range(2):  # torch asks for a first call outside of the capture: here on the other cache
-        plain_step.append(layer, buffers[1][layer], buffers[2][layer])
+    run(plain.extend([0, 1]), *buffers)  # torch asks for a first call outside of the capture: here on the other cache
+    step, graph = captured.extend([0, 1]), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for layer in range(2):
-            step.append(layer, buffers[1][layer], buffers[2][layer])
+        outputs = run(step, *buffers)
     graph.replay()
     for i in range(1, 40):
         batch = [i % 3, (i + 1) % 3]
@@ -69,29 +80,49 @@ def test_a_captured_step_serves_the_next_ones(kind: str) -> None:
             plain.fork(2), captured.fork(2)
         for x, new in zip(buffers, random_inputs(captured, 2, i), strict=True):
             x.copy_(new)
-        step = plain.extend(batch)
-        for layer in range(2):
-            step.append(layer, buffers[1][layer], buffers[2][layer])
+        expected = run(plain.extend(batch), *buffers)
         captured.extend(batch)
         graph.replay()
+        assert all(map(torch.equal, outputs, expected))
     for ours, theirs in zip(plain._planes, captured._planes, strict=True):
         for name, plane in ours.items():
             assert torch.equal(plane.view(torch.uint8), theirs[name].view(torch.uint8)), name
 
 
-def test_attention_over_a_16_bit_cache() -> None:
+@pytest.fixture
+def syncs_are_errors() -> Iterator[Callable[[bool], None]]:
+    yield lambda on: torch.cuda.set_sync_debug_mode("error" if on else "default")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kind", ["16bit", "tbq4"])
+def test_the_host_never_waits(kind: str, syncs_are_errors: Callable[[bool], None]) -> None:
+    """Neither for prompts, which are cut and padded here, nor for copied pages, nor for page offsets."""
+    cache = make(kind, device="cuda", dtype=torch.bfloat16)
+    inputs = [x.cuda() for x in random_inputs(cache, 150, 0)]
+    sinks = torch.zeros(4, device="cuda")
+    a, b = cache.alloc(), cache.alloc(20)
+    syncs_are_errors(True)
+    for counts in ([90, 60], [1, 1], [0, 2]):
+        if counts == [0, 2]:
+            cache.fork(b)
+        step = cache.extend([a, b], counts)
+        for layer in range(2):
+            q, k, v = (x[layer, : step.tokens] for x in inputs)
+            if kind in ATTENDS:
+                step.attend(layer, q, k, v, sinks=sinks)
+            else:
+                step.append(layer, k, v)
+    cache.truncate(b, 50)
+    cache.free(a)
+    syncs_are_errors(False)
+    check_pages(cache)
+
+
+@pytest.mark.parametrize("kind", ATTENDS)
+def test_attention_over_a_cache(kind: str) -> None:
     """Against the model: what bf16 rounds away is the whole difference."""
-
-    class OnGpu(Pair):
-        def extend(self, sequences: list[int], counts: list[int]) -> None:
-            step = self.cache.extend(sequences, counts)
-            self.seed += 1
-            inputs = random_inputs(self.cache, step.tokens, self.seed)
-            q, k, v = (x.cuda() for x in inputs)
-            got = torch.stack([step.attend(layer, q[layer], k[layer], v[layer])[0] for layer in range(2)])
-            self._compare(got.cpu(), self.model.extend(sequences, counts, *inputs))
-
-    both = OnGpu(make("16bit", device="cuda", dtype=torch.bfloat16), 1e-2)
+    both = pair(kind, device="cuda", dtype=torch.bfloat16)
     a, b = both.alloc(), both.alloc(5)
     both.extend([a, b], [120, 60])
     for _ in range(20):
@@ -99,4 +130,39 @@ def test_attention_over_a_16_bit_cache() -> None:
     c = both.fork(a)
     both.truncate(b, 70)
     both.extend([c, a, b], [3, 1, 2])
+    both.lookup([a, c])
     check_pages(both.cache)
+
+
+@pytest.mark.parametrize("kind", ATTENDS)
+def test_soak(kind: str) -> None:
+    soak(kind, 300, 10, device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu")])
+@pytest.mark.parametrize("kind", ["16bit", "tbq4"])
+def test_files_go_from_one_device_to_another(kind: str, devices: tuple[str, str], tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    ours, theirs = (make(kind, device=device, dtype=torch.bfloat16) for device in devices)
+    for count in (90, 45):
+        step = ours.extend(ours.alloc(), count)
+        _, k, v = (x.to(ours.device) for x in random_inputs(ours, count, count))
+        for layer in range(2):
+            step.append(layer, k[layer], v[layer])
+    ours.save(tmp_path / "first")
+    loaded = theirs.load(tmp_path / "first")
+    theirs.save(tmp_path / "second", loaded)
+    headers = [safetensors.safe_open(tmp_path / name, framework="pt").metadata() for name in ("first", "second")]
+    assert headers[0] == headers[1]  # the checksum of all tensors is in there
+    check_pages(theirs)
+
+
+def test_a_reserve_that_memory_is_not_enough_for_changes_nothing() -> None:
+    both = pair("16bit", device="cuda", dtype=torch.bfloat16)
+    a = both.alloc()
+    both.extend([a], [50])
+    before, nbytes = snapshot(both.cache), both.cache.nbytes
+    with pytest.raises(torch.OutOfMemoryError):
+        both.cache.reserve(num_pages=1 << 28)
+    assert (snapshot(both.cache), both.cache.nbytes, both.cache.num_pages) == (before, nbytes, 40)
+    both.extend([a], [50])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import resource
+from typing import Any
 
 import pytest
 from cache_model import check_pages
@@ -12,9 +13,9 @@ from test_cache_steps import pair
 import flashq
 
 
-def soak(kind: str, steps: int, checks: int) -> None:
+def soak(kind: str, steps: int, checks: int, **options: Any) -> None:
     """A cache that is nearly always full, as one that serves. Compares with the model at `checks` of the steps."""
-    both = pair(kind, num_pages=60, max_sequences=8, max_length=320)
+    both = pair(kind, num_pages=60, max_sequences=8, max_length=320, **options)
     cache, nbytes, full, rng = both.cache, both.cache.nbytes, 0, random.Random(0)
     high_water = 0
     for i in range(steps):

@@ -28,7 +28,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {  # classes of the config 
     }),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", {"head_dim": 96, "hidden_size": 384}),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", WINDOW | {
-        "num_local_experts": 4, "num_experts_per_tok": 2,
+        "num_local_experts": 4, "num_experts_per_tok": 4,  # all of them, so that no rounding changes which
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }),
 }  # fmt: skip
@@ -46,11 +46,11 @@ def make(name: str, **sizes: Any) -> Any:
     return made
 
 
-def prompt(batch: int = 1, tokens: int = 70) -> dict[str, Tensor]:
+def prompt(batch: int = 1, tokens: int = 70, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """Random tokens; of several rows the first has 11 tokens of padding at its left."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(2, SIZES["vocab_size"], (batch, tokens), generator=generator)
     mask = torch.ones_like(ids)
     if batch > 1:
         ids[0, :11], mask[0, :11] = 0, 0
-    return {"input_ids": ids, "attention_mask": mask}
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import ON_CUDA
 from small_models import MODELS, make, prompt
 from torch import Tensor
 
@@ -17,29 +18,31 @@ NEW = {"max_new_tokens": 10, "do_sample": False}
 
 
 def greedy(model: Any) -> Tensor:
-    return model.generate(**prompt(), **NEW)
+    return model.generate(**prompt(device=model.device), **NEW)
 
 
 def left_padded(model: Any) -> Tensor:
-    return model.generate(**prompt(batch=3), **NEW)
+    return model.generate(**prompt(batch=3, device=model.device), **NEW)
 
 
 def sampling(model: Any) -> Tensor:
     torch.manual_seed(5)
-    return model.generate(**prompt(), max_new_tokens=10, do_sample=True, num_return_sequences=3)
+    inputs = prompt(device=model.device)
+    return model.generate(**inputs, max_new_tokens=10, do_sample=True, num_return_sequences=3)
 
 
 def beams(model: Any) -> Tensor:
-    return model.generate(**prompt(batch=2), **NEW, num_beams=3)
+    return model.generate(**prompt(batch=2, device=model.device), **NEW, num_beams=3)
 
 
 def prompt_look_up(model: Any) -> Tensor:
-    ids = prompt()["input_ids"].repeat(1, 2)[:, 20:100]  # something to look up
+    ids = prompt(device=model.device)["input_ids"].repeat(1, 2)[:, 20:100]  # something to look up
     return model.generate(ids, attention_mask=torch.ones_like(ids), **NEW, prompt_lookup_num_tokens=4)
 
 
 def chunked_prefill(model: Any) -> Tensor:
-    return model.generate(**prompt(batch=2), **NEW, prefill_chunk_size=7)  # the first chunk of a row is all padding
+    inputs = prompt(batch=2, device=model.device)
+    return model.generate(**inputs, **NEW, prefill_chunk_size=7)  # the first chunk of a row is all padding
 
 
 SCENARIOS = [greedy, left_padded, sampling, beams, prompt_look_up, chunked_prefill]
@@ -97,6 +100,28 @@ def test_every_way_to_generate_works_in_4_bits(name: str) -> None:
     fq.enable(model, "tbq4", page_offsets=False, exact_first=0, exact_last=0)
     for scenario, expected in zip(SCENARIOS, eager, strict=True):
         assert scenario(model).shape == expected.shape
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("cache", ["16bit", *(["tbq4"] if "tbq4_attention" in ON_CUDA else [])])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_way_to_generate_works_on_cuda(name: str, cache: str) -> None:
+    """From caches of fp16, tokens exact: greedy ones are eager's likeliest, or as likely as far as fp16 can tell."""
+    if name == "phi3" and cache == "tbq4":
+        pytest.skip("head dim 96")
+    model = make(name).to("cuda")
+    fq.enable(model, cache, dtype=torch.float16, **({"exact_last": 256} if cache == "tbq4" else {}))
+    written = {scenario: scenario(model) for scenario in SCENARIOS}
+    fq.disable(model)
+    for scenario in (greedy, left_padded, prompt_look_up, chunked_prefill):
+        tokens = written[scenario]
+        mask = torch.ones_like(tokens)
+        if len(tokens) > 1:
+            mask[:, :70] = prompt(batch=len(tokens), device=model.device)["attention_mask"]
+        with torch.inference_mode():
+            logits = model(tokens, attention_mask=mask, use_cache=False).logits[:, -11:-1]
+        short_of_best = logits.amax(-1) - logits.gather(-1, tokens[:, -10:, None])[..., 0]
+        assert (short_of_best <= 0.02 * logits.std()).all(), scenario.__name__
 
 
 def test_phi3_has_no_4_bit_cache() -> None:

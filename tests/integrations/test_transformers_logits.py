@@ -1,4 +1,4 @@
-"""Logits of "tbq4" against the same model with `flashq.reference` over the same planes."""
+"""Logits of "tbq4" against the same model with `flashq.reference` over the same planes, and of "fq" against eager."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import ON_CUDA, plain_dtype
 from small_models import MODELS, make, prompt
 from torch import Tensor
 
@@ -15,31 +16,50 @@ from flashq.caches import TBQ4Cache
 
 fq = pytest.importorskip("flashq.integrations.transformers")
 
+CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 
-def steps(model: Any, cache: Any) -> Iterator[Tensor]:
-    """Logits of a padded prompt in two parts, of single tokens, and of some after a roll-back and a change of rows."""
-    inputs = prompt(batch=3, tokens=150)
-    ids, mask, done = inputs["input_ids"], inputs["attention_mask"], 0
+
+def steps(model: Any, cache: Any = None) -> Iterator[Tensor]:
+    """Logits of a padded prompt in two parts, of single tokens, and of some after a roll-back and a change of rows;
+    without a cache of all tokens anew every time."""
+    ids, mask = (x.to(model.device) for x in prompt(batch=3, tokens=150).values())
+    done = 0
     for count in (100, 30, 1, 1, -2, 4, 0, 1, 1):
-        if count < 0:
+        if count < 0 and cache is not None:
             cache.crop(count)
         elif count == 0:
-            rows = torch.tensor([2, 0, 2])
-            cache.reorder_cache(rows)
+            rows = torch.tensor([2, 0, 2], device=ids.device)
+            if cache is not None:
+                cache.reorder_cache(rows)
             ids, mask = ids[rows], mask[rows]
-        else:
-            yield model(
-                ids[:, done : done + count], attention_mask=mask[:, : done + count], **{fq.cache_keyword(model): cache}
-            ).logits
+        elif count > 0 and cache is None:
+            yield model(ids[:, : done + count], attention_mask=mask[:, : done + count], use_cache=False).logits[
+                :, done:
+            ]
+        elif count > 0:
+            new, keyword = ids[:, done : done + count], {fq.cache_keyword(model): cache}
+            yield model(new, attention_mask=mask[:, : done + count], **keyword).logits
         done += count
+
+
+def check_logits(ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> None:
+    """Relative, for every step. The first row's padding has no keys, and nobody reads its logits."""
+    for x, y in zip(ours, theirs, strict=True):
+        for part in (x[:, -1], y[:, -1]), (x[1:], y[1:]):
+            a, b = (logits.cpu() for logits in part)
+            assert (a - b).norm() <= tolerance * b.norm()
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["default", "plain"])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "phi3"])
-def test_logits_are_those_of_the_reference(name: str, plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make(name)
+@pytest.mark.parametrize("device", ["cpu", *([CUDA] if "tbq4_attention" in ON_CUDA else [])])
+def test_logits_are_those_of_the_reference(
+    name: str, plain: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(name).to(device)
     fq.enable(model, "tbq4")
     options = {"page_offsets": False, "exact_first": 0, "exact_last": 0} if plain else {"exact_last": 20}
+    options["dtype"] = plain_dtype(model.device)
     written: list[tuple[Tensor, Tensor]] = []
     write = TBQ4Cache._write
 
@@ -50,11 +70,15 @@ def test_logits_are_those_of_the_reference(name: str, plain: bool, monkeypatch: 
     def replay(self: TBQ4Cache, layer: int, chunk: Any, k: Tensor, v: Tensor) -> None:
         write(self, layer, chunk, *written.pop(0))
 
+    def eager(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        out, lse = flashq.reference.tbq4_attention(q, *args, **options)
+        return out.to(q.dtype), lse
+
     class Ops:
         """torch.ops.flashq, but for attention."""
 
         def __getattr__(self, name: str) -> Any:
-            return flashq.reference.tbq4_attention if name == "tbq4_attention" else getattr(ops, name)
+            return eager if name == "tbq4_attention" else getattr(ops, name)
 
     ops = torch.ops.flashq
     with torch.inference_mode():
@@ -64,10 +88,21 @@ def test_logits_are_those_of_the_reference(name: str, plain: bool, monkeypatch: 
         monkeypatch.setattr(torch.ops, "flashq", Ops())
         reference = list(steps(model, fq.make_cache(model, "tbq4", **options)))
     assert not written
-    for ours, theirs in zip(logits, reference, strict=True):
-        # The first row's padding has no keys, and nobody reads its logits.
-        for x, y in ((ours[:, -1], theirs[:, -1]), (ours[1:], theirs[1:])):
-            assert (x - y).norm() <= 1e-3 * y.norm()
+    check_logits(logits, reference, 1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_logits_of_16_bits_are_eagers(name: str, device: str) -> None:
+    """From a cache of the device's plain dtype, while the model stays in fp32."""
+    model = make(name)
+    with torch.inference_mode():
+        eager = list(steps(model))
+        model.to(device)
+        fq.enable(model, "16bit")
+        dtype = plain_dtype(model.device)
+        logits = list(steps(model, fq.make_cache(model, "16bit", dtype=dtype)))
+    check_logits(logits, eager, 1e-4 if dtype == torch.float32 else 1e-2)
 
 
 def exact_cache(model: Any) -> Any:
