@@ -15,6 +15,7 @@ from flashq.caches import files, grow
 from flashq.caches.index import (
     STABLE_TOKENS,
     Chunk,
+    Index,
     Prompt,
     plan_chunk,
     plan_prompt,
@@ -94,7 +95,6 @@ class PagedCache:
         self._layers = [  # of every layer: its table, and its place among the layers of its kind
             (self._kinds.index(window), windows[:layer].count(window)) for layer, window in enumerate(windows)
         ]
-        self._planes: list[dict[str, Tensor]] = []  # of every table: planes (layers, pages, ...)
         self._sequences: dict[int, Sequence] = {}
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._next_handle = 0
@@ -132,8 +132,18 @@ class PagedCache:
         with torch.inference_mode(False):
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    def _allocate(self) -> None:
-        self._index = shared_index(self._tables, self.max_sequences, self.max_length, self._zeros)
+    def _use(self, planes: list[dict[str, Tensor]], index: Index[Tensor]) -> None:
+        """Go on with these planes (layers, pages, ...) of every table, and these tensors for steps."""
+        self._planes, self._index = planes, index
+        self._layer_planes: list[dict[str, Tensor]] = []  # the same by layer, (pages, ...)
+        for layer, (kind, place) in enumerate(self._layers):
+            of_layer = {name: plane[place] for name, plane in planes[kind].items()}
+            if self._exact_table is not None:
+                of_layer |= {name: plane[layer] for name, plane in planes[self._exact_table].items()}
+            self._layer_planes.append(of_layer)
+
+    def _new_index(self, max_sequences: int, max_length: int) -> Index[Tensor]:
+        return shared_index(self._tables, max_sequences, max_length, self._zeros)
 
     def reserve(
         self, *, num_pages: int | None = None, max_sequences: int | None = None, max_length: int | None = None

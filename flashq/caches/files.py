@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import secrets
+import stat
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,12 +104,12 @@ def _read(cache: PagedCache, path: str | os.PathLike[str]) -> dict[str, Tensor]:
     def refuse(what: str, expected: str, got: str) -> None:
         raise CacheFileError(f"flashq.{method}: {os.fspath(path)!r}: {what}: expected {expected}, got {got}")
 
-    if not Path(path).exists():
-        raise FileNotFoundError(f"flashq.{method}: {os.fspath(path)!r}: expected a file, got none")
-    if not Path(path).is_file():
-        refuse("file", "a regular file", "something else")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        with safetensors.safe_open(path, framework="pt", device="cpu") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            refuse("file", "a regular file", "something else")
+        # Not by name: safetensors opens a file twice, and another may have taken its place in between.
+        with safetensors.safe_open(f"/proc/self/fd/{descriptor}", framework="pt", device="cpu") as file:
             header = file.metadata() or {}
             for name, value in header_of(cache).items():
                 if header.get(name) != value:
@@ -120,6 +121,8 @@ def _read(cache: PagedCache, path: str | os.PathLike[str]) -> dict[str, Tensor]:
         raise
     except Exception as error:
         refuse("file", "a safetensors file", f"a damaged one ({error})")
+    finally:
+        os.close(descriptor)
     if digest != stated:
         refuse("sha256", f"{stated}, as the file says", f"{digest}: it is damaged")
     if (wrong := _wrong_tensor(cache, tensors)) is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flashq.caches.index import shared_index
 from flashq.caches.pages import count_pages
 
 if TYPE_CHECKING:
@@ -28,10 +27,10 @@ def reserve(cache: PagedCache, num_pages: int, max_sequences: int, max_length: i
         sizes.append(pages)
         grown_planes.append(grown)
         grown_tables.append(table.grown(rows, count_pages(max_length, table.page_size)))
-    index = shared_index(cache._tables, rows, max_length, cache._zeros)
+    index = cache._new_index(rows, max_length)
     for table, pages, entries in zip(cache._tables, sizes, grown_tables, strict=True):
         table.resize(pages, entries)
-    cache._planes, cache._index = grown_planes, index
+    cache._use(grown_planes, index)
     cache._free_rows[:0] = range(rows - 1, cache.max_sequences - 1, -1)
     cache.num_pages, cache.max_sequences, cache.max_length = num_pages, rows, max_length
     cache._generation += 1

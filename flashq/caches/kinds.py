@@ -37,24 +37,23 @@ class PagedKVCache(PagedCache):
         super().__init__(num_layers, kv_heads, head_dim, **options)
         if head_dim % 8 or not 8 <= head_dim <= 256:
             self._refuse("", "head_dim", "a multiple of 8 from 8 to 256", head_dim)
+        planes = []
         for kind, table in enumerate(self._tables):
             layers = self.window_left.count(self._kinds[kind])
             shape = (layers, table.pool.size, self.page_size, kv_heads, head_dim)
-            self._planes.append({x: self._zeros(*shape, dtype=self.dtype) for x in ("k", "v")})
-        self._allocate()
+            planes.append({x: self._zeros(*shape, dtype=self.dtype) for x in ("k", "v")})
+        self._use(planes, self._new_index(self.max_sequences, self.max_length))
 
     def _write(self, layer: int, chunk: Chunk, k: Tensor, v: Tensor) -> None:
-        kind, place = self._layers[layer]
-        planes = self._planes[kind]
-        torch.ops.flashq.kv_append_(k, v, planes["k"][place], planes["v"][place], chunk.slots[kind])
+        p = self._layer_planes[layer]
+        torch.ops.flashq.kv_append_(k, v, p["k"], p["v"], chunk.slots[self._layers[layer][0]])
 
     def _attend(
         self, layer: int, chunk: Chunk, q: Tensor, sinks: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        kind, place = self._layers[layer]
-        planes = self._planes[kind]
+        p = self._layer_planes[layer]
         return torch.ops.flashq.decode(
-            q, planes["k"][place], planes["v"][place], chunk.seqlens, chunk.block_tables[kind],
+            q, p["k"], p["v"], chunk.seqlens, chunk.block_tables[self._layers[layer][0]],
             chunk.cu_seqlens if q.dim() == 3 else None, chunk.kv_start, sinks,
             max_seqlen_q=chunk.longest, window_left=self.window_left[layer], **options,
         )  # fmt: skip
@@ -107,22 +106,23 @@ class TBQ4Cache(PagedCache):
             if value is not None and value < 0:
                 self._refuse("", name, "at least 0", value)
         self.page_offsets, self.exact_first, self.exact_last = page_offsets, exact_first, exact_last
+        planes = []
         for kind, table in enumerate(self._tables):
             pages = (self.window_left.count(self._kinds[kind]), table.pool.size, kv_heads)
-            planes = {}
+            codes = {}
             for name in ("k", "v"):
-                planes[f"{name}_codes"] = self._zeros(*pages, self.page_size, head_dim // 2, dtype=torch.uint8)
+                codes[f"{name}_codes"] = self._zeros(*pages, self.page_size, head_dim // 2, dtype=torch.uint8)
                 norms = (self.page_size, head_dim // block_width(head_dim))
-                planes[f"{name}_norms"] = self._zeros(*pages, *norms, dtype=torch.float16)
+                codes[f"{name}_norms"] = self._zeros(*pages, *norms, dtype=torch.float16)
             if page_offsets:
-                planes["k_offsets"] = self._zeros(*pages, head_dim, dtype=torch.float16)
-            self._planes.append(planes)
+                codes["k_offsets"] = self._zeros(*pages, head_dim, dtype=torch.float16)
+            planes.append(codes)
         if exact_first or exact_last:
             self._exact_table = len(self._tables)
             table = self._add_table("exact pages", EXACT_PAGE_SIZE, exact_pages, exact_last - 1, exact_first)
             shape = (num_layers, table.pool.size, EXACT_PAGE_SIZE, kv_heads, head_dim)
-            self._planes.append({x: self._zeros(*shape, dtype=self.dtype) for x in ("exact_k", "exact_v")})
-        self._allocate()
+            planes.append({x: self._zeros(*shape, dtype=self.dtype) for x in ("exact_k", "exact_v")})
+        self._use(planes, self._new_index(self.max_sequences, self.max_length))
 
     def _layout(self) -> dict[str, Any]:
         return super()._layout() | {
@@ -130,16 +130,8 @@ class TBQ4Cache(PagedCache):
             "exact_first": self.exact_first, "exact_last": self.exact_last, "exact_page_size": EXACT_PAGE_SIZE,
         }  # fmt: skip
 
-    def _of_layer(self, layer: int) -> tuple[int, dict[str, Tensor]]:
-        """The layer's table, and its planes (pages, ...)."""
-        kind, place = self._layers[layer]
-        planes = {name: plane[place] for name, plane in self._planes[kind].items()}
-        if self._exact_table is not None:
-            planes |= {name: plane[layer] for name, plane in self._planes[self._exact_table].items()}
-        return kind, planes
-
     def _write(self, layer: int, chunk: Chunk, k: Tensor, v: Tensor) -> None:
-        kind, p = self._of_layer(layer)
+        kind, p = self._layers[layer][0], self._layer_planes[layer]
         exact, ops = self._exact_table, torch.ops.flashq
         exact_table = None if exact is None else chunk.block_tables[exact]
         if self.page_offsets:
@@ -155,7 +147,7 @@ class TBQ4Cache(PagedCache):
     def _attend(
         self, layer: int, chunk: Chunk, q: Tensor, sinks: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        kind, p = self._of_layer(layer)
+        kind, p = self._layers[layer][0], self._layer_planes[layer]
         exact = self._exact_table
         return torch.ops.flashq.tbq4_attention(
             q, p["k_codes"], p["k_norms"], p["v_codes"], p["v_norms"], chunk.seqlens, chunk.block_tables[kind],

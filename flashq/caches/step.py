@@ -39,7 +39,9 @@ class Step:
             layer: from 0.
             k, v: (T, Hkv, D), or (B, S, Hkv, D) where all sequences get S tokens; in the cache's dtype.
         """
-        k, v = self._check_new(layer, k, v)
+        self._write(layer, *self._check_new(layer, k, v))
+
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         for chunk in self.chunks:
             self._cache._write(layer, chunk, k[chunk.begin : chunk.end], v[chunk.begin : chunk.end])
 
@@ -91,13 +93,13 @@ class Step:
         packed = q.flatten(0, 1) if batched else q
         # An op that reads k and v as they come takes no split of them: with one, bits depend on the sequence alone.
         if k is not None and self._prompt is not None and not kv_chunk and out_dtype in (None, q.dtype):
-            self.append(layer, k, v)
+            self._write(layer, k, v)
             out, lse = self._cache._attend_prompt(layer, self._prompt, packed, k, v, sinks, **options)
         else:
             options |= {"kv_chunk": kv_chunk, "out_dtype": out_dtype}
             if len(self.chunks) == 1:
                 if k is not None:
-                    self.append(layer, k, v)
+                    self._write(layer, k, v)
                 return self._cache._attend(layer, self.chunks[0], q, sinks, **options)
             out = torch.empty(packed.shape, dtype=out_dtype or q.dtype, device=q.device)
             lse = torch.empty(packed.shape[1], packed.shape[0], dtype=torch.float32, device=q.device)
