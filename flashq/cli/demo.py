@@ -18,20 +18,23 @@ from rich.table import Table
 from torch import Tensor
 
 import flashq
+from flashq.caches import PagedCache
+from flashq.caches.pages import count_pages
 from flashq.cli import demo_model
 from flashq.cli.capture import CAPTURES, Capture, load_capture
-from flashq.cli.demo_caches import EXACT_FIRST, EXACT_LAST, PAGE_SIZE, Cache16, Tbq4Cache
 from flashq.cli.machine import cpu_levels
 from flashq.cli.output import progress_bar
 from flashq.cli.timing import format_bytes, format_seconds, medians, take_turns, times_as_fast
 
 LONG = 16384  # tokens of the second timing: the captured ones, repeated
 
-CACHES: dict[str, Callable[..., Cache16 | Tbq4Cache]] = {
-    "decode, 16-bit": Cache16,
-    "decode, TBQ4": partial(Tbq4Cache, offsets=False, exact=False),
-    "+ page offsets": partial(Tbq4Cache, offsets=True, exact=False),
-    "+ exact tokens": partial(Tbq4Cache, offsets=True, exact=True),
+PAGE_SIZE = 64
+NO_EXACT_TOKENS = {"exact_first": 0, "exact_last": 0}
+CACHES: dict[str, Callable[..., PagedCache]] = {
+    "decode, 16-bit": flashq.PagedKVCache,
+    "decode, TBQ4": partial(flashq.TBQ4Cache, page_offsets=False, **NO_EXACT_TOKENS),
+    "+ page offsets": partial(flashq.TBQ4Cache, **NO_EXACT_TOKENS),
+    "+ exact tokens": flashq.TBQ4Cache,
 }
 PREFILL = "prefill, 16-bit"
 FULL, PLAIN, OFFSETS, EXACT = CACHES
@@ -79,16 +82,28 @@ def relative_error(out: Tensor, reference: Tensor) -> float:
     return ((out.double() - reference.double()).norm() / reference.double().norm()).item()
 
 
-def generate(cache: Cache16 | Tbq4Cache, capture: Capture) -> Tensor:
+def make_cache(method: str, k: Tensor) -> PagedCache:
+    """A cache of one layer with one empty sequence, and room for keys k (T, Hkv, D)."""
+    tokens, kv_heads, head_dim = k.shape
+    cache = CACHES[method](
+        1, kv_heads, head_dim, num_pages=count_pages(tokens, PAGE_SIZE), page_size=PAGE_SIZE, max_sequences=1,
+        dtype=k.dtype, device=k.device,
+    )  # fmt: skip
+    cache.alloc()
+    return cache
+
+
+def append(cache: PagedCache, k: Tensor, v: Tensor) -> None:
+    """k, v (T, Hkv, D) become the next T tokens."""
+    cache.extend(cache.sequences, len(k)).append(0, k, v)
+
+
+def generate(cache: PagedCache, capture: Capture) -> Tensor:
     """Append the prompt at once, then every further token and its query one by one -> outputs (queries, Hq, D)."""
     prompt = len(capture.k) - len(capture.q)
-    cache.append(capture.k[:prompt], capture.v[:prompt])
-    outs = []
-    for step, q in enumerate(capture.q):
-        token = slice(prompt + step, prompt + step + 1)
-        cache.append(capture.k[token], capture.v[token])
-        outs.append(cache.attend(q[None]))
-    return torch.cat(outs)
+    append(cache, capture.k[:prompt], capture.v[:prompt])
+    new = zip(capture.q.split(1), capture.k[prompt:].split(1), capture.v[prompt:].split(1), strict=True)
+    return torch.cat([cache.extend(cache.sequences).attend(0, q, k, v)[0] for q, k, v in new])
 
 
 def torch_calls(k: Tensor, v: Tensor, q: Tensor) -> dict[str, Callable[[], Tensor]]:
@@ -117,13 +132,13 @@ def faster_than_torch(taken: dict[str, list[float]], name: str) -> float:
 
 
 def time_steps(
-    caches: dict[str, Cache16 | Tbq4Cache], k: Tensor, v: Tensor, q: Tensor, device: str, seconds: float
+    caches: dict[str, PagedCache], k: Tensor, v: Tensor, q: Tensor, device: str, seconds: float
 ) -> dict[str, Timing]:
     """Time one decode step, query q (1, Hq, D), from each filled cache, in turns with torch over k, v (T, Hkv, D)."""
-    calls = {name: partial(cache.attend, q) for name, cache in caches.items()}
+    calls = {name: partial(cache.lookup(cache.sequences).attend, 0, q[None]) for name, cache in caches.items()}
     taken = take_turns({**torch_calls(k, v, q), **calls}, seconds=seconds, device=device)
     return {
-        name: Timing(len(k), cache.bytes(), medians(taken)[name], faster_than_torch(taken, name))
+        name: Timing(len(k), cache.nbytes_in_use, medians(taken)[name], faster_than_torch(taken, name))
         for name, cache in caches.items()
     }
 
@@ -146,18 +161,19 @@ def measure(capture: Capture, device: str = "cpu", *, long: int = LONG, seconds:
     rows = [Row(PREFILL, relative_error(prefill()[0][0], eager), [timing])]
 
     caches = {}
-    for name, make in CACHES.items():
+    for name in CACHES:
         yield name
-        caches[name] = make(tokens, kv_heads, head_dim, capture.q.dtype, device)
+        caches[name] = make_cache(name, capture.k)
         rows.append(Row(name, relative_error(generate(caches[name], capture), eager), []))
     yield f"timing at {tokens} tokens"
     timings = time_steps(caches, capture.k, capture.v, capture.q[-1:], device, seconds)
 
     yield f"filling caches of {long} tokens"
     k, v = (x.repeat(-(-long // tokens), 1, 1)[:long].contiguous() for x in (capture.k, capture.v))
-    for name, make in CACHES.items():
-        caches[name] = make(long, kv_heads, head_dim, k.dtype, device)
-        caches[name].append(k, v)
+    for name in CACHES:
+        caches[name] = make_cache(name, k)
+        append(caches[name], k[:-1], v[:-1])
+        append(caches[name], k[-1:], v[-1:])  # releases exact tokens of before
     yield f"timing at {long} tokens"
     long_timings = time_steps(caches, k, v, capture.q[-1:], device, seconds)
     for row in rows[1:]:
@@ -186,7 +202,7 @@ def cache_kinds() -> Table:
         "16-bit": "keys and values as the model computed them, in fp16",
         "TBQ4": "4 bits a value: every vector rotated, rounded to 16 levels, and its norm in fp16",
         "+ page offsets": f"TBQ4 of keys less one vector for each page of {PAGE_SIZE} tokens: about the page's mean",
-        "+ exact tokens": f"the same, and the first {EXACT_FIRST} and last {EXACT_LAST} tokens in fp16 as well",
+        "+ exact tokens": "the same, and the first 4 and last 64 tokens in fp16 as well",
     }.items():
         table.add_row(name, text)
     return table
