@@ -14,7 +14,6 @@ import torch
 from cases import call, move
 from torch import Tensor
 
-import flashq
 from flashq import reference
 
 
@@ -93,12 +92,15 @@ def relative_l2(out: Tensor, truth: Tensor) -> float:
     return ((out.double() - truth.double()).norm() / truth.double().norm().clamp_min(1e-30)).item()
 
 
-def check_tbq4(*args: Tensor | None, threads: int = 1, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Runs tbq4_attention with out_dtype=float32 and holds it to the contract. Returns (out, lse)."""
+def check_tbq4(
+    *args: Tensor | None, threads: int = 1, device: torch.device | str = "cpu", **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """Runs tbq4_attention with out_dtype=float32 and holds it to the contract; the arguments are the CPU's, where the
+    reference runs. Returns (out, lse)."""
     q = args[0]
     kwargs["out_dtype"] = torch.float32
     with using_threads(threads):
-        out, lse = flashq.tbq4_attention(*args, **kwargs)
+        out, lse = call("tbq4_attention", *args, device=device, **kwargs)
     stats: reference.Stats = {}
     del kwargs["out_dtype"]
     truth, true_lse = reference.tbq4_attention(*args, **kwargs, dtype=torch.float64, stats=stats)

@@ -24,7 +24,7 @@ PAGE_SIZES = (16, 64, 1, 48, 256)
 GARBAGE_PAGES = (2147480000, -7)
 LAYOUTS = ("contiguous", "heads_first", "padded", "one_head")
 ATTENTION = ("prefill", "decode", "tbq4_attention")
-ON_CUDA = ("prefill", "prefill_varlen", "decode")  # attention ops that have a CUDA kernel: for 16 bits
+ON_CUDA = ("prefill", "prefill_varlen", "decode", "tbq4_attention", "exact pool")  # for 16 bits
 NAN, INF = float("nan"), float("inf")
 
 

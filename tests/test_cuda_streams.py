@@ -83,6 +83,21 @@ def decode_inputs(seed: int, device: str, q_len: int = 1) -> Inputs:
     return {name: x.to(device) for name, x in inputs.items()}
 
 
+def tbq4_inputs(seed: int, device: str, q_len: int = 1, offsets: bool = True, exact: bool = True) -> Inputs:
+    """As decode_inputs, the first and the last tokens from an exact pool."""
+    cache = decode_inputs(seed, "cpu", q_len)
+    inputs = {"q": cache["q"], "seqlens": cache["seqlens"], "block_table": cache["block_table"]}
+    for name in "kv":
+        codes, norms = torch.ops.flashq.tbq4_quantize(cache[f"{name}_cache"].transpose(1, 2))
+        inputs |= {f"{name}_codes": codes, f"{name}_norms": norms}
+    if offsets:
+        inputs["k_offsets"] = randn(300, 2, 64, dtype=torch.float16, seed=seed)
+    if exact:
+        inputs |= {"exact_k": cache["k_cache"], "exact_v": cache["v_cache"], "exact_block_table": cache["block_table"]}
+    inputs = {name: x.to(device) for name, x in inputs.items()}
+    return inputs | ({"exact_first": 4, "exact_last": 64} if exact else {})
+
+
 def with_options(make: Callable[..., Inputs], **options: Any) -> Callable[[int, str], Inputs]:
     return lambda seed, device: make(seed, device, **options)
 
@@ -99,6 +114,9 @@ INPUTS: dict[str, Callable[[int, str], Inputs]] = {
     "prefill_varlen of unaligned rows": with_options(varlen_inputs, layout="padded"),
     "tbq4_append_": tbq4_append_inputs,
     "tbq4_append_ of many tokens": with_options(tbq4_append_inputs, tokens=5000),
+    "tbq4_attention": with_options(tbq4_inputs, offsets=False, exact=False),
+    "tbq4_attention with offsets and exact tokens": tbq4_inputs,
+    "tbq4_attention of many queries": with_options(tbq4_inputs, q_len=40),
     "tbq4_dequantize": code_inputs,
     "tbq4_dequantize of many rows": with_options(code_inputs, rows=7000),
     "tbq4_page_offsets_": page_offsets_inputs,
@@ -141,7 +159,8 @@ def test_a_graph_replays_with_other_inputs(op: str) -> None:
     graph, results = capture(op, inputs)
     for seed in (2, 3):
         for name, tensor in INPUTS[op](seed, "cuda").items():
-            inputs[name].copy_(tensor)
+            if isinstance(tensor, Tensor):
+                inputs[name].copy_(tensor)
         graph.replay()
         assert same(results, expected_of(op, seed))
 
@@ -175,7 +194,8 @@ def test_work_goes_to_the_current_stream_and_nobody_waits(op: str) -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)  # 0.1 s
         for name, tensor in late.items():
-            inputs[name].copy_(tensor)
+            if isinstance(tensor, Tensor):
+                inputs[name].copy_(tensor)
         results = call(op, inputs)
         assert not stream.query(), "the call waited for its stream"
     stream.synchronize()
@@ -289,6 +309,25 @@ def large_dense_decode() -> Large:
     return large, small, lambda results: results
 
 
+def large_tbq4_attention() -> Large:
+    """Pages at both ends of planes and offsets of 2^32 values and more; K and V are the same."""
+    pages = torch.tensor([[2 * ROWS // 16, 3, 2 * ROWS // 16 - 1]], device="cuda")
+    near = torch.ops.flashq.tbq4_quantize(randn(3, 8, 16, 128).cuda())
+    near = {"codes": near[0], "norms": near[1], "offsets": randn(3, 8, 128, dtype=torch.float16).cuda()}
+    far = {
+        name: torch.empty(2 * ROWS // 16 + 1, *x.shape[1:], dtype=x.dtype, device="cuda") for name, x in near.items()
+    }
+    for name, x in near.items():
+        far[name][pages[0]] = x
+    index = {"q": randn(1, 2, 8, 128, dtype=torch.float16).cuda(), "seqlens": torch.tensor([43], device="cuda")}
+
+    def arguments(planes: Inputs, table: Tensor) -> Inputs:
+        both = {f"{kind}_{name}": planes[name] for kind in "kv" for name in ("codes", "norms")}
+        return index | both | {"k_offsets": planes["offsets"], "block_table": table}
+
+    return arguments(far, pages), arguments(near, torch.arange(3, device="cuda")[None]), lambda results: results
+
+
 def large_codec() -> Large:
     x = torch.zeros(ROWS, 8, 128, dtype=torch.float16, device="cuda")
     x[-5:] = randn(5, 8, 128, dtype=torch.float16).cuda()
@@ -343,6 +382,7 @@ LARGE: dict[str, Callable[[], Large]] = {
     "prefill_varlen of many keys": lambda: large_varlen("k"),
     "prefill_varlen of many queries": lambda: large_varlen("q"),
     "tbq4_append_": large_tbq4_append,
+    "tbq4_attention": large_tbq4_attention,
     "tbq4_dequantize": large_codes,
     "tbq4_page_offsets_": large_page_offsets,
     "tbq4_quantize": large_codec,

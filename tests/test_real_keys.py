@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from accuracy import check_tbq4, relative_l2
+from cases import DTYPES, call, everywhere
 from torch import Tensor
 
 import flashq
@@ -38,7 +39,9 @@ def page_offsets(keys: Tensor, *, zero_first: bool = False) -> Tensor:
     return torch.stack(offsets).half()
 
 
-def decode_all(dtype: torch.dtype, offsets: Tensor | None, first: int, last: int) -> tuple[float, tuple]:
+def decode_all(
+    dtype: torch.dtype, offsets: Tensor | None, first: int, last: int, device: torch.device | str = "cpu"
+) -> tuple[float, tuple]:
     """Every captured query as a sequence of its own over the shared pages. Returns its output error and the call."""
     q, k, v = (_DATA[name].to(dtype) for name in ("q", "k", "v"))
     lengths = _DATA["position"] + 1
@@ -50,21 +53,19 @@ def decode_all(dtype: torch.dtype, offsets: Tensor | None, first: int, last: int
     pool = [x.unflatten(0, (pages, PAGE)) for x in (k, v)]
     args = (q[:, None], *planes, lengths, table, None, None, None, offsets, *pool, table)
     options = {"exact_first": first, "exact_last": last}
-    out, _ = flashq.tbq4_attention(*args, **options, out_dtype=torch.float32)
+    out, _ = call("tbq4_attention", *args, device=device, **options, out_dtype=torch.float32)
     truth, _ = reference.decode(q[:, None], *pool, lengths, table, dtype=torch.float64)
     return relative_l2(out, truth), (args, options)
 
 
 @pytest.mark.contract(1, 17)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_page_offsets_save_the_hard_layer(dtype: torch.dtype, isa: str) -> None:
+@everywhere(op=["tbq4_attention"], dtype=DTYPES)
+def test_page_offsets_save_the_hard_layer(op: str, dtype: torch.dtype, backend: torch.device) -> None:
     offsets = page_offsets(_DATA["k"].to(dtype))
-    error, call = decode_all(dtype, offsets, 0, 0)
-    assert error <= 0.11
-    check_tbq4(*call[0], **call[1])
-    error, call = decode_all(dtype, offsets, 4, 64)
-    assert error <= 0.015
-    check_tbq4(*call[0], **call[1])
+    for first, last, bound in ((0, 0, 0.11), (4, 64, 0.015)):
+        error, (args, options) = decode_all(dtype, offsets, first, last, backend)
+        assert error <= bound
+        check_tbq4(*args, device=backend, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -35,10 +35,10 @@ template <auto kOp, class Params> Status checked(const Params& p, const Launch& 
 constexpr Backend kBackend{
     .abi = kBackendAbi,
     .attention_16_scratch_bytes = attention_16_scratch_bytes,
-    .attention_tbq4_scratch_bytes = nullptr,
+    .attention_tbq4_scratch_bytes = attention_tbq4_scratch_bytes,
     .prefill = checked<prefill>,
     .decode = checked<decode>,
-    .tbq4_attention = nullptr,
+    .tbq4_attention = checked<tbq4_attention>,
     .kv_append = checked<kv_append>,
     .tbq4_append = checked<tbq4_append>,
     .tbq4_page_offsets = checked<tbq4_page_offsets>,

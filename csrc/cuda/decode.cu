@@ -1,16 +1,14 @@
 // decode on CUDA: which kernel runs a call, how its work is cut, and where partial results lie in the scratch.
-#include <algorithm>
-
 #include "cuda/decode/kernel.cuh"
 #include "cuda/decode/launch.h"
 #include "cuda/decode/merge_partials.h"
+#include "cuda/decode/partials_layout.h"
 #include "cuda/kernels.h"
 #include "cuda/prefill.h"
 
 namespace flashq::cuda {
 namespace {
 
-constexpr int64_t kMaxCtas = 256;  // more than any GPU has multiprocessors
 constexpr int kMaxStages = 4;
 constexpr int64_t kWholeItem = 512;      // tokens: up to here no item is split, so that one launch does it all
 constexpr int64_t kWholeUnit = 1 << 30;  // tokens of a unit that nothing exceeds
@@ -60,42 +58,6 @@ SplitConfig split_config(const Attention16Params& p, int shape, int warps) {
   return c;
 }
 
-// Whether items can have several partial results.
-bool splits(const SplitConfig& c) { return !c.unit_is_split || c.capacity > static_cast<int64_t>(c.unit.value); }
-
-// Slots of partial results.
-double slot_bound(const Attention16Params& p, const SplitConfig& c) {
-  if (!c.unit_is_split) return 2.0 * kMaxCtas;
-  return static_cast<double>(count_row_tiles(p.query, c.block_rows.value)) * static_cast<double>(p.query.kv_heads) *
-         static_cast<double>(ceil_div(c.capacity, c.unit.value));
-}
-
-struct ScratchLayout { int64_t items, states, o, end; };
-
-ScratchLayout lay_out(const Attention16Params& p, const SplitConfig& c) {
-  constexpr double kMost = 0x1p50;  // no allocator has it, and the sums below do not overflow
-  const double bound = slot_bound(p, c);
-  const auto slots = static_cast<int64_t>(std::min(bound, kMost));
-  ScratchLayout at{};
-  at.items = round_up(kMaxCtas * static_cast<int64_t>(sizeof(ItemList)), 64);
-  at.states = round_up(at.items + slots * static_cast<int64_t>(sizeof(SplitItem)), 64);
-  at.o = round_up(at.states + slots * c.block_rows.value * static_cast<int64_t>(sizeof(SoftmaxState<Binary>)), 64);
-  at.end = bound > kMost ? int64_t{1} << 60 : at.o + slots * c.block_rows.value * p.query.head_dim * 4;
-  return at;
-}
-
-Partials place_partials(const Attention16Params& p, const SplitConfig& c) {
-  if (!splits(c)) return {};
-  const ScratchLayout at = lay_out(p, c);
-  auto* base = static_cast<char*>(p.scratch);
-  return {.lists = reinterpret_cast<ItemList*>(base),
-          .items = reinterpret_cast<SplitItem*>(base + at.items),
-          .states = reinterpret_cast<SoftmaxState<Binary>*>(base + at.states),
-          .o = reinterpret_cast<float*>(base + at.o),
-          .block_rows = static_cast<int32_t>(c.block_rows.value),
-          .head_dim = static_cast<int32_t>(p.query.head_dim)};
-}
-
 // The kernel for most rows up to `how.shape` that fits shared memory, with most warps, then with most bytes in flight.
 void choose_warps(DecodeLaunch& how, int32_t& stages, int64_t shared_bytes) {
   const int most = kDecodeDims[how.dim] > 128 ? 4 : 8;  // 64 KiB of tiles
@@ -123,7 +85,7 @@ int64_t attention_16_scratch_bytes(const Attention16Params& p, int32_t) {
   if (many_rows(p)) return prefill_scratch_bytes(p);
   if (p.query.total_tokens == 0 || p.query.q_heads == 0) return 0;
   const SplitConfig c = split_config(p, shape_index(p), 8);
-  return splits(c) ? lay_out(p, c).end : 0;
+  return splits(c) ? PartialsLayout(p, c).end : 0;
 }
 
 Status decode(const Attention16Params& p, const Launch& launch) {

@@ -12,7 +12,6 @@ from accuracy import using_threads
 from cases import ATTENTION, DTYPES, attend, call, encode_pages, everywhere, page_out, plain_dtype, randn
 from torch import Tensor
 
-import flashq
 from flashq import _register, reference
 
 
@@ -35,7 +34,7 @@ def test_int32_and_int64_indices_in_any_strides_give_the_same_bits(op: str, back
             if op == "decode":
                 results.append(call(op, q, *cache[:2], seqlens, table, cu, start, device=backend))
             elif op == "tbq4_attention":
-                results.append(flashq.tbq4_attention(q, *encode_pages(cache)[:4], seqlens, table, cu, start))
+                results.append(call(op, q, *encode_pages(cache)[:4], seqlens, table, cu, start, device=backend))
             else:
                 results.append(call(op, q, keys[0], values[0], cu, 2 * cu, device=backend, causal=True))
     for out, lse in results[1:]:
@@ -56,7 +55,7 @@ def test_partials_over_parts_of_the_keys_merge_to_the_whole(op: str, dtype: torc
         options = {"causal": False, "out_dtype": torch.float32}
         if op == "decode":
             return call(op, q, *cache[:2], *more, device=backend, **options)
-        return flashq.tbq4_attention(q, *planes[:4], *more, **options)
+        return call(op, q, *planes[:4], *more, device=backend, **options)
 
     whole, whole_lse = run(length, 0, sinks)
     cuts = (0, 1, 1, 300, 699, 700)  # an empty part too
@@ -85,7 +84,7 @@ def test_a_rows_bits_with_kv_chunk_depend_on_its_sequence_alone(op: str, backend
         if op == "decode":
             where = (cache.seqlens, cache.block_table)
             return call(op, rows, *cache[:2], *where, device=backend, kv_chunk=256, **options)
-        return flashq.tbq4_attention(rows, *encode_pages(cache).args(), kv_chunk=256, **options)
+        return call(op, rows, *encode_pages(cache).args(), device=backend, kv_chunk=256, **options)
 
     whole = run((0, 1, 2, 3), 16, 0)
     for members in ((0,), (2,), (1, 0), (3, 2, 1, 0)):

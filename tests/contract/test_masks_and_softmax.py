@@ -7,9 +7,8 @@ import math
 import golden
 import pytest
 import torch
-from cases import ATTENTION, DTYPES, INF, NAN, attend, everywhere, plain_dtype, randn
+from cases import ATTENTION, DTYPES, INF, NAN, attend, call, everywhere, plain_dtype, randn
 
-import flashq
 from flashq import reference
 
 
@@ -29,10 +28,10 @@ def seen_keys(op: str, q_len: int, kv_len: int, device: torch.device, **options:
     v = torch.eye(kv_len, dim, dtype=dtype)[None, :, None]
     if op == "tbq4_attention":  # 4 bits cannot hold a unit vector, so an exact pool of one page does
         codes, norms = torch.zeros(1, 1, kv_len, 32, dtype=torch.uint8), torch.zeros(1, 1, kv_len, 1).half()
-        out, _ = flashq.tbq4_attention(
-            torch.zeros(1, q_len, 1, dim), codes, norms, codes, norms, torch.tensor([kv_len]),
+        out, _ = call(
+            op, torch.zeros(1, q_len, 1, dim, dtype=dtype), codes, norms, codes, norms, torch.tensor([kv_len]),
             exact_k=torch.zeros_like(v), exact_v=v, exact_block_table=torch.tensor([[0]]),
-            exact_first=kv_len, **options,
+            exact_first=kv_len, device=device, **options,
         )  # fmt: skip
     else:
         out, _ = attend(

@@ -79,8 +79,9 @@ def test_nan_in_a_value_survives_a_weight_that_underflows(op: str, low: str, bac
     if op == "exact pool":  # which holds the bad key and no other
         planes = [x.transpose(1, 2).contiguous() for y in (k, v) for x in flashq.tbq4_quantize(y)]
         v[0, bad, 0, 5] = NAN
-        out, lse = flashq.tbq4_attention(
-            q, *planes, torch.tensor([length]), exact_k=k, exact_v=v, exact_block_table=torch.tensor([[0]]), scale=1.0,
+        out, lse = call(
+            "tbq4_attention", q, *planes, torch.tensor([length]), exact_k=k, exact_v=v,
+            exact_block_table=torch.tensor([[0]]), scale=1.0, device=backend,
             **({"exact_first": 4} if low == "first" else {"exact_last": 4}),
         )  # fmt: skip
     else:
@@ -107,9 +108,10 @@ def test_whom_a_masked_nan_reaches_depends_on_neither_threads_nor_batch_mates(op
                 results.append(call("prefill", *rows, device=backend, causal=True))
             else:
                 results.append(
-                    flashq.tbq4_attention(
-                        rows[0], *(x.repeat(batch, 1, 1, 1) for x in planes), torch.full((batch,), 192), exact_k=k,
-                        exact_v=v, exact_block_table=table.expand(batch, 1), exact_last=80,
+                    call(
+                        "tbq4_attention", rows[0], *(x.repeat(batch, 1, 1, 1) for x in planes),
+                        torch.full((batch,), 192), exact_k=k, exact_v=v, exact_block_table=table.expand(batch, 1),
+                        exact_last=80, device=backend,
                     )
                 )  # fmt: skip
     assert results[0][0][0, 190:, 0, 5].isnan().all()
@@ -137,16 +139,16 @@ def test_infinite_scores_give_eagers_answer_or_nan(op: str, sink: float | None, 
 
 
 @pytest.mark.contract(7)
-def test_nan_in_a_tbq4_cache(isa: str) -> None:
+def test_nan_in_a_tbq4_cache(backend: torch.device) -> None:
     cache = page_out([randn(90, 2, 64)], [randn(90, 2, 64, seed=1)], 16)
     planes = encode_pages(cache)
-    q = randn(1, 3, 4, 64, seed=2)
-    clean, clean_lse = flashq.tbq4_attention(q, *planes.args())
+    q = randn(1, 3, 4, 64, dtype=plain_dtype(backend), seed=2)
+    clean, clean_lse = call("tbq4_attention", q, *planes.args(), device=backend)
     page = int(planes.block_table[0, 88 // 16])
     for name in ("k_norms", "v_norms"):
         bad = planes._replace(**{name: getattr(planes, name).clone()})
         getattr(bad, name)[page, 1, 88 % 16] = NAN  # token 88: the last two queries see it
-        out, lse = flashq.tbq4_attention(q, *bad.args())
+        out, lse = call("tbq4_attention", q, *bad.args(), device=backend)
         assert out[0, 1:, 2:].isnan().all()
         assert torch.equal(out[0, :, :2], clean[0, :, :2])
         if name == "k_norms":
@@ -157,7 +159,7 @@ def test_nan_in_a_tbq4_cache(isa: str) -> None:
             assert torch.equal(lse, clean_lse)
     bad_query = q.clone()
     bad_query[0, 1, 3, 5] = NAN
-    out, lse = flashq.tbq4_attention(bad_query, *planes.args())
+    out, lse = call("tbq4_attention", bad_query, *planes.args(), device=backend)
     assert out[0, 1, 3].isnan().all()
     assert out.isnan().sum() == 64
     assert lse.isnan().sum() == 1
@@ -186,7 +188,7 @@ def test_bytes_past_the_length_never_matter(op: str, page_size: int, backend: to
             planes = encode_pages(cache, poison=False)
             if math.isnan(fill):
                 planes.k_codes[hidden.transpose(1, 2)] = 255
-            results.append(flashq.tbq4_attention(q, *planes.args(), None, start))
+            results.append(call("tbq4_attention", q, *planes.args(), None, start, device=backend))
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0])
         assert torch.equal(lse, results[0][1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -33,15 +34,15 @@ def test_no_pages_and_no_table_entries(op: str, backend: torch.device) -> None:
     dtype = plain_dtype(backend)
     none = torch.empty(0, 16, 2, 64, dtype=dtype)
     cache = Paged(none, none, torch.empty(3, 0).int(), torch.zeros(3).int())
-    check: Callable = (
-        check_tbq4 if op == "tbq4_attention" else lambda *args: check_16bit("decode", *args, device=backend)
-    )
+    check: Callable = check_tbq4 if op == "tbq4_attention" else partial(check_16bit, "decode")
     args = encode_pages(cache).args() if op == "tbq4_attention" else (*cache[:2], cache.seqlens, cache.block_table)
-    out, lse = check(randn(3, 2, 4, 64, dtype=dtype), *args)
+    out, lse = check(randn(3, 2, 4, 64, dtype=dtype), *args, device=backend)
     assert not out.any()
     assert (lse == -INF).all()
     cu = torch.zeros(1, dtype=torch.int64)
-    out, lse = check(randn(5, 4, 64, dtype=dtype), *args[:-2], cache.seqlens[:0], cache.block_table[:0], cu)
+    out, lse = check(
+        randn(5, 4, 64, dtype=dtype), *args[:-2], cache.seqlens[:0], cache.block_table[:0], cu, device=backend
+    )
     assert not out.any()
     assert lse.shape == (4, 5)
 
@@ -110,13 +111,13 @@ def test_strided_inputs_give_the_bits_of_contiguous_ones(layout: str, backend: t
 
 @pytest.mark.contract(2)
 @pytest.mark.parametrize("layout", ["heads_first", "padded"])
-def test_an_exact_pool_of_any_strides_gives_the_bits_of_a_contiguous_one(layout: str, isa: str) -> None:
-    q, k, v = (randn(1, n, h, 64, seed=h) for n, h in ((2, 4), (40, 2), (40, 3)))
+def test_an_exact_pool_of_any_strides_gives_the_bits_of_a_contiguous_one(layout: str, backend: torch.device) -> None:
+    q, k, v = (randn(1, n, h, 64, dtype=plain_dtype(backend), seed=h) for n, h in ((2, 4), (40, 2), (40, 3)))
     v = v[:, :, :2].contiguous()
 
     def run(exact_k: Tensor, exact_v: Tensor) -> tuple[Tensor, Tensor]:
         pool = {"exact_k": exact_k, "exact_v": exact_v, "exact_block_table": torch.tensor([[0]])}
-        return attend("tbq4_attention", q, k, v, exact_first=4, exact_last=20, **pool)
+        return attend("tbq4_attention", q, k, v, device=backend, exact_first=4, exact_last=20, **pool)
 
     # attend() encodes k and v; the pool holds them as they are.
     plain = run(k, v)

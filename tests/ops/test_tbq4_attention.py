@@ -16,14 +16,18 @@ from cases import (
     SCALES,
     SINKS,
     Planes,
+    call,
     case_id,
     encode_pages,
+    everywhere,
     first_visible,
     lay_out,
     make_sinks,
     page_out,
     pairwise,
+    plain_dtype,
     randn,
+    with_cuda,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,16 +41,17 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 @pytest.mark.contract(17)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group", golden.ATTENTION_GROUPS)
-def test_golden_vectors(group: str, dtype: torch.dtype, isa: str) -> None:
+@everywhere(op=["tbq4_attention"], dtype=DTYPES, group=golden.ATTENTION_GROUPS)
+def test_golden_vectors(op: str, group: str, dtype: torch.dtype, backend: torch.device) -> None:
     data = golden.load(group)
-    out, lse = flashq.tbq4_attention(
+    out, lse = call(
+        op,
         data["q"].to(dtype),  # exact in 16 bits
         *(data[name] for name in ("k_codes", "k_norms", "v_codes", "v_norms", "seqlens", "block_table")),
         scale=data["scale"].item(),
         causal=bool(data["causal"]),
         out_dtype=torch.float32,
+        device=backend,
     )
     assert relative_l2(out, data["out"]) <= 2e-3
     assert_lse(lse, data["lse"], 2e-3)
@@ -97,27 +102,30 @@ def poison_exact_tokens(planes: Planes, sequence: int, tokens: torch.Tensor) -> 
             planes.k_norms[page, :, t % page_size] = planes.v_norms[page, :, t % page_size] = float("nan")
 
 
-CASES = pairwise(
-    isa=ISAS,
-    dtype=DTYPES,
-    head_dim=(64, 128, 256),
-    group=GROUPS,
-    q_len=(1, 2, 5, 16, 17, 0),
-    lengths=((300, 1, 64), (17, 0, 130), (600, 33, 5), (63, 65, 257)),
-    page_size=PAGE_SIZES,
-    mask=((True, -1), (False, -1), (True, 40), (True, 0)),
-    kv_start=(False, True),
-    offsets=("none", "small", "large", "strided"),
-    exact=((0, 0), (4, 64), (0, 20), (5, 0), (4, 1000)),
-    exact_page=(16, 1, 64),
-    holes=(False, True),
-    softcap=(0.0, 15.0),
-    sinks=SINKS,
-    scale=SCALES,
-    kv_chunk=(0, 256, 320),
-    index_dtype=INDEX_DTYPES,
-    layout=("contiguous", "heads_first", "padded"),
-    threads=(2, 1, 3),
+_CASES = {
+    "head_dim": (64, 128, 256),
+    "group": GROUPS,
+    "q_len": (1, 2, 5, 16, 17, 0),
+    "lengths": ((300, 1, 64), (17, 0, 130), (600, 33, 5), (63, 65, 257)),
+    "page_size": PAGE_SIZES,
+    "mask": ((True, -1), (False, -1), (True, 40), (True, 0)),
+    "kv_start": (False, True),
+    "offsets": ("none", "small", "large", "strided"),
+    "exact": ((0, 0), (4, 64), (0, 20), (5, 0), (4, 1000)),
+    "exact_page": (16, 1, 64),
+    "holes": (False, True),
+    "softcap": (0.0, 15.0),
+    "sinks": SINKS,
+    "scale": SCALES,
+    "kv_chunk": (0, 256, 320),
+    "index_dtype": INDEX_DTYPES,
+    "layout": ("contiguous", "heads_first", "padded"),
+    "threads": (2, 1, 3),
+}
+CASES = with_cuda(
+    pairwise(backend=ISAS, dtype=DTYPES, **_CASES),
+    dtype=DTYPES[1:],
+    **_CASES | {"threads": (1,)},
 )
 
 
@@ -167,12 +175,12 @@ def build(case: dict) -> tuple[list[torch.Tensor | None], dict]:
 
 @pytest.mark.contract(1, 2, 3, 4, 5, 6, 8, 9, 10, 17)
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_tbq4_attention(case: dict, set_isa: Callable[[str], None]) -> None:
-    set_isa(case["isa"])
+def test_tbq4_attention(case: dict, enter_backend: Callable[[str], torch.device]) -> None:
+    device = enter_backend(case["backend"])
     args, options = build(case)
-    out, lse = check_tbq4(*args, threads=case["threads"], **options)
+    out, lse = check_tbq4(*args, device=device, threads=case["threads"], **options)
     # In the query's dtype: the same up to the rounding of the output.
-    rounded, same_lse = flashq.tbq4_attention(*args, **options)
+    rounded, same_lse = call("tbq4_attention", *args, device=device, **options)
     assert rounded.dtype == case["dtype"]
     torch.testing.assert_close(rounded.float(), out, rtol=torch.finfo(case["dtype"]).eps, atol=1e-6)
     assert golden.same_bits(same_lse, lse)
@@ -181,27 +189,29 @@ def test_tbq4_attention(case: dict, set_isa: Callable[[str], None]) -> None:
 @pytest.mark.contract(4)
 @pytest.mark.parametrize("group", [128, 131])
 @pytest.mark.parametrize("q_len", [1, 3])
-def test_many_query_heads_a_kv_head(group: int, q_len: int, isa: str) -> None:
+def test_many_query_heads_a_kv_head(group: int, q_len: int, backend: torch.device) -> None:
     planes = encode_pages(page_out([randn(70, 1, 64)], [randn(70, 1, 64, seed=1)], 16))
-    check_tbq4(randn(1, q_len, group, 64, seed=2), *planes.args())
+    q = randn(1, q_len, group, 64, dtype=plain_dtype(backend), seed=2)
+    check_tbq4(q, *planes.args(), device=backend)
 
 
 @pytest.mark.contract(9)
 @pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
 @pytest.mark.parametrize("q_lengths", [(1, 1, 1), (5, 0, 2), (16, 1, 33), (0, 0, 0)])
-def test_packed_queries(q_lengths: tuple[int, ...], index_dtype: torch.dtype, isa: str) -> None:
+def test_packed_queries(q_lengths: tuple[int, ...], index_dtype: torch.dtype, backend: torch.device) -> None:
     lengths, tail = (300, 17, 90), 3
     keys, values = ([randn(n, 2, 64, seed=s + i) for i, n in enumerate(lengths)] for s in (1, 11))
     planes = encode_pages(page_out(keys, values, 16, index_dtype=index_dtype))
     cu_q = torch.tensor([0, *q_lengths], dtype=index_dtype).cumsum(0, dtype=index_dtype)
-    q = randn(int(cu_q[-1]) + tail, 4, 64)
-    out, lse = check_tbq4(q, *planes.args(), cu_q, torch.tensor([3, 17, 0], dtype=index_dtype), window_left=50)
+    q = randn(int(cu_q[-1]) + tail, 4, 64, dtype=plain_dtype(backend))
+    start = torch.tensor([3, 17, 0], dtype=index_dtype)
+    out, lse = check_tbq4(q, *planes.args(), cu_q, start, window_left=50, device=backend)
     assert torch.equal(out[-tail:], torch.zeros_like(out[-tail:]))
     assert (lse[:, -tail:] == float("-inf")).all()
 
 
 @pytest.mark.contract(1)
-def test_offset_scores_keep_fp32_precision(isa: str) -> None:
+def test_offset_scores_keep_fp32_precision(backend: torch.device) -> None:
     """Keys around a vector of norm 800: scores of thousands, whose differences decide. A rounded offset moves them."""
     direction = randn(1, 128)
     direction *= 800 / direction.norm()
@@ -209,9 +219,9 @@ def test_offset_scores_keep_fp32_precision(isa: str) -> None:
     cache = page_out(keys, [randn(200, 1, 128, seed=2).half()], 64)
     offsets = direction.half().expand(len(cache.k), 1, 128)
     planes = encode_pages(cache, offsets)
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+    for dtype in DTYPES if backend.type == "cpu" else DTYPES[1:]:
         q = (randn(1, 2, 4, 128, seed=3) + direction / 50).to(dtype)
-        check_tbq4(q, *planes.args(), None, None, None, offsets, scale=1.0)
+        check_tbq4(q, *planes.args(), None, None, None, offsets, scale=1.0, device=backend)
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)

@@ -163,6 +163,23 @@ def decode() -> Iterator[Call]:
         yield (q, k, v, torch.tensor([2999])), {"kv_chunk": chunk}
 
 
+def tbq4_attention() -> Iterator[Call]:
+    """Pages that 16-byte copies can read and others, few rows and many, all there is and nothing of it, short and
+    split."""
+    for head_dim, page_size, q_len, length, more in product(
+        (64, 128, 256), (16, 7), (1, 9), (131, 1900), (False, True)
+    ):
+        pages, dtype = -(-length // page_size), DTYPES[1 + more]
+        k, v = (_random(pages, page_size, 2, head_dim, dtype=dtype) for _ in "kv")
+        planes = [plane for x in (k, v) for plane in flashq.tbq4_quantize(x.transpose(1, 2))]
+        table, q = torch.arange(pages).flip(0)[None], _random(1, q_len, 6, head_dim, dtype=dtype)
+        options: dict[str, Any] = {}
+        if more:
+            options = {"k_offsets": _random(pages, 2, head_dim, dtype=torch.float16), "exact_k": k, "exact_v": v}
+            options |= {"exact_block_table": table, "exact_first": 4, "exact_last": 64, "softcap": 20.0}
+        yield (q, *planes, torch.tensor([length]), table), options
+
+
 CALLS: dict[str, Callable[[], Iterator[Call]]] = {
     "tbq4_quantize": quantize,
     "tbq4_dequantize": dequantize,
@@ -174,6 +191,7 @@ CALLS: dict[str, Callable[[], Iterator[Call]]] = {
     "prefill": prefill,
     "prefill_varlen": prefill_varlen,
     "decode": decode,
+    "tbq4_attention": tbq4_attention,
 }
 # What the CPU refuses and a GPU, which cannot tell without waiting, has to survive.
 OUT_OF_RANGE: dict[str, Callable[[], Iterator[Call]]] = {
