@@ -17,6 +17,7 @@ UNITS = {
     ("cpu", "prefill"): "% of the FMA peak",
     ("cpu", "decode"): "% of the read probe",
     ("cpu", "tbq4"): "% of the read probe",
+    ("gpu", "tbq4"): "% of read",
     ("gpu", "codec"): "% of copy",
     ("gpu", "append"): "% of copy",
     ("gpu", "merge"): "% of copy",

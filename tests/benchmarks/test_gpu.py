@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import gpu_ceilings, gpu_graphs, gpu_probes, report, small_ops
+from benchmarks import gpu_ceilings, gpu_graphs, gpu_probes, report, small_ops, tbq4_decode
 from benchmarks.__main__ import main, measure_all
 from benchmarks.environment import SMI_FIELDS, parse_smi
 from benchmarks.measure import Case, Result, summarize
@@ -119,6 +119,12 @@ def test_rows_are_unique_and_cover_the_small_ops() -> None:
             assert any(name.startswith(f"{op} {dtype} ") for name in names), (op, dtype)
 
 
+@pytest.mark.parametrize("quick", [False, True])
+def test_rows_of_tbq4_are_unique(quick: bool) -> None:
+    names = [case.name for case in tbq4_decode.cases(quick)]
+    assert len(names) == len(set(names)) > 10
+
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 def test_probes_compile(tmp_path: Path) -> None:
     command = [gpu_probes.find_nvcc(), *gpu_probes.FLAGS, "-arch=sm_80", "-Werror", "all-warnings"]
@@ -173,3 +179,13 @@ def test_quick_run(mode: list[str], tmp_path: Path, capsys: pytest.CaptureFixtur
         assert all(0 < value < math.inf for value in row["host"].values())
         assert list(row["host"]) == ([] if row["name"] == "empty kernel" else list(row["seconds"]))
     assert "host" in capsys.readouterr().out
+
+
+@pytest.mark.cuda
+def test_quick_run_of_tbq4(tmp_path: Path) -> None:
+    only = "1024 D256 offsets|heads 9/3|ragged$"
+    assert main(["tbq4", "--quick", "--seconds", "0.01", "--only", only, "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("tbq4-*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 3
+    assert all("flashq decode bf16" in row["ratios"] for row in rows)
