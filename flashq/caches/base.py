@@ -20,6 +20,7 @@ from flashq.caches.index import (
     plan_chunk,
     plan_prompt,
     shared_index,
+    split_counts,
     to_device,
     upload,
 )
@@ -365,7 +366,7 @@ class PagedCache:
                 for table, pairs in zip(self._tables, copies, strict=True):
                     if count:
                         table.make_writable(state, pairs, journal)
-            parts = _split(counts, self.max_chunk)
+            parts = split_counts(counts, self.max_chunk)
             stable = len(parts) == 1 and max(counts, default=0) <= STABLE_TOKENS
             prompt = plan_prompt(states, counts) if self._attends_prompts and not stable else None
             plans, begin = [], 0
@@ -430,20 +431,3 @@ class PagedCache:
     ) -> tuple[Tensor, Tensor]:
         """What `_attend` gives where k and v are all that there is."""
         raise NotImplementedError
-
-
-def _split(counts: list[int], most: int) -> list[tuple[int, list[int]]]:
-    """Cut packed tokens into chunks of at most `most`: of each, its first sequence and the tokens of every one."""
-    chunks: list[tuple[int, list[int]]] = []
-    room = 0
-    for index, count in enumerate(counts):
-        while True:
-            if not chunks or (room == 0 and count > 0):
-                chunks.append((index, []))
-                room = most
-            part = min(count, room)
-            chunks[-1][1].append(part)
-            room, count = room - part, count - part
-            if count == 0:
-                break
-    return chunks or [(0, [])]

@@ -69,6 +69,23 @@ def shared_index(tables: list[PageTable], rows: int, max_length: int, zeros: Cal
     )
 
 
+def split_counts(counts: list[int], most: int) -> list[tuple[int, list[int]]]:
+    """Cut packed tokens into chunks of at most `most`: of each, its first sequence and the tokens of every one."""
+    chunks: list[tuple[int, list[int]]] = []
+    room = 0
+    for index, count in enumerate(counts):
+        while True:
+            if not chunks or (room == 0 and count > 0):
+                chunks.append((index, []))
+                room = most
+            part = min(count, room)
+            chunks[-1][1].append(part)
+            room, count = room - part, count - part
+            if count == 0:
+                break
+    return chunks or [(0, [])]
+
+
 def plan_chunk(
     tables: list[PageTable], states: list[Sequence], counts: list[int], begin: int = 0, *, appends: bool = True
 ) -> Chunk[np.ndarray]:

@@ -68,7 +68,10 @@ class PagedKVCache(PagedCache):
         )  # fmt: skip
         if prompt.padding is not None:  # its queries see nothing but the sink
             out.masked_fill_(prompt.padding[:, None, None], 0)
-            lse = torch.where(prompt.padding, float("-inf") if sinks is None else sinks[:, None], lse)
+            if sinks is None:
+                lse.masked_fill_(prompt.padding, float("-inf"))
+            else:
+                lse = torch.where(prompt.padding, sinks[:, None], lse)
         return out, lse
 
 
