@@ -205,18 +205,21 @@ def test_work_goes_to_the_current_stream_and_nobody_waits(op: str) -> None:
 @pytest.mark.contract(12)
 @pytest.mark.parametrize("op", [op for op in INPUTS if op.split()[0] not in ON_CUDA])
 def test_a_call_keeps_the_host_for_12_us(op: str) -> None:
-    """The fastest of many rounds: what else runs on the machine only adds to it."""
-    inputs, calls = INPUTS[op](1, "cuda"), 20
+    """The fastest of many rounds, beside torch's add_: 6.6 us of an idle machine, more where the machine is busy."""
+    inputs, x, calls = INPUTS[op](1, "cuda"), torch.zeros(1, device="cuda"), 20
     overload = getattr(torch.ops.flashq, op.split()[0]).default
-    taken = []
+
+    def time_calls(run: Callable[[], object]) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        return (time.perf_counter() - start) / calls
+
     with torch.inference_mode():
-        for _ in range(200):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(calls):
-                overload(**inputs)
-            taken.append((time.perf_counter() - start) / calls)
-    assert min(taken) < 12e-6, f"{min(taken) * 1e6:.1f} us"
+        rounds = [(time_calls(lambda: overload(**inputs)), time_calls(lambda: x.add_(1))) for _ in range(200)]
+    taken, added = (min(times) for times in zip(*rounds, strict=True))
+    assert taken < 12e-6 * max(1, added / 6.6e-6), f"{taken * 1e6:.1f} us, add_ {added * 1e6:.1f} us"
 
 
 @pytest.mark.contract(12)

@@ -213,6 +213,7 @@ def run(op: str, call: Call) -> None:
     """One call on the GPU; its outputs and the tensors it may write come back."""
     arguments, options = call
     moved = [to_gpu(argument) for argument in arguments]
+    options = {name: to_gpu(option) for name, option in options.items()}
     try:
         outputs = getattr(torch.ops.flashq, op)(*moved, **options)
     except RuntimeError as error:
