@@ -101,6 +101,14 @@ def test_every_row_has_its_figures(layers: list[Layer]) -> None:
     assert f"{layers[0].row(EXACT).error:.2g}" in closing
 
 
+@pytest.mark.cuda
+def test_errors_on_cuda_are_those_on_the_cpu(layers: list[Layer]) -> None:
+    with torch.inference_mode():
+        *_, layer = demo.measure(load_capture("qwen_layer0"), "cuda", long=512, seconds=0.01)
+    for ours, cpus in zip(layer.rows, layers[0].rows, strict=True):
+        assert ours.error == pytest.approx(cpus.error, rel=0.05, abs=1e-3), ours.method
+
+
 def test_command_prints_tables_and_writes_files(
     layers: list[Layer], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
