@@ -48,21 +48,22 @@ SplitConfig split_config(const AttentionTbq4Params& p, int warps) {
           .unit_is_split = whole};
 }
 
-int64_t code_shared_bytes(int64_t head_dim, const CodeLaunch& how, int stages, int rows, bool offsets) {
-  const auto bytes = [&]<int D, int kTiles>() -> int64_t {
-    return CodeShared<D, kTiles>(how.warps, stages, rows, offsets).end;
+SharedPlan plan_shared(int64_t head_dim, const CodeLaunch& how, int stages, int rows, bool offsets) {
+  const auto plan = [&]<int D>() {
+    return how.tiles == 1 ? lay_out_shared<D, 1>(how.warps, stages, rows, offsets)
+                          : lay_out_shared<D, 2>(how.warps, stages, rows, offsets);
   };
-  if (head_dim == 64) return how.tiles == 1 ? bytes.template operator()<64, 1>() : bytes.template operator()<64, 2>();
-  if (head_dim == 128)
-    return how.tiles == 1 ? bytes.template operator()<128, 1>() : bytes.template operator()<128, 2>();
-  return bytes.template operator()<256, 1>();
+  if (head_dim == 64) return plan.template operator()<64>();
+  return head_dim == 128 ? plan.template operator()<128>() : plan.template operator()<256>();
 }
 
 // The most warps, then the most tiles in flight, that fit shared memory.
-bool choose_warps(int64_t head_dim, int rows, bool offsets, int64_t shared_bytes, CodeLaunch& how, int32_t& stages) {
+bool choose_warps(int64_t head_dim, int rows, bool offsets, int64_t shared_bytes, CodeLaunch& how, int32_t& stages,
+                  SharedPlan& plan) {
   for (how.warps = most_code_warps(head_dim, how.tiles); how.warps >= 2; how.warps -= how.warps > 4 ? 2 : 1)
     for (stages = kMaxStages; stages >= 2; --stages) {
-      how.shared_bytes = code_shared_bytes(head_dim, how, stages, rows, offsets);
+      plan = plan_shared(head_dim, how, stages, rows, offsets);
+      how.shared_bytes = plan.end;
       if (how.shared_bytes <= shared_bytes) return true;
     }
   return false;
@@ -96,7 +97,8 @@ Status tbq4_attention(const AttentionTbq4Params& p, const Launch& launch) {
   int32_t stages = 0;
   const bool offsets = kv.k_offsets != nullptr;
   const int rows = most_rows(p);
-  if (!choose_warps(p.query.head_dim, rows, offsets, device.shared_bytes, how, stages))
+  SharedPlan plan{};
+  if (!choose_warps(p.query.head_dim, rows, offsets, device.shared_bytes, how, stages, plan))
     return refuse("device", "a GPU with 96 KiB of shared memory for a block", device.shared_bytes);
   const SplitConfig split = split_config(p, how.warps);
   if (!fits_plan(p, split.capacity, split.unit.value, split.block_rows.value))
@@ -108,6 +110,7 @@ Status tbq4_attention(const AttentionTbq4Params& p, const Launch& launch) {
                           .split = split,
                           .rule = rule,
                           .partials = place_partials(p, split),
+                          .at = plan,
                           .page_size = Divisor(clamp(kv.page_size, 1, kWholeUnit)),
                           .exact_page_size = Divisor(clamp(kv.exact.page_size, 1, kWholeUnit)),
                           .stages = stages,

@@ -6,11 +6,23 @@
 
 namespace flashq::cuda {
 
+// Byte offsets in dynamic shared memory. The table of pairs (operands.cuh) comes first.
+struct SharedPlan {
+  int32_t codes, norms, offsets;         // rings: (warps, stages)
+  int32_t query, rest_query, raw_query;  // in fragments (queries.cuh)
+  int32_t rest_table;
+  int32_t scales, offset_scales;  // (rows of an item) floats
+  int32_t states, ranges;         // (warps, rows), (rows)
+  int32_t segments, reach;        // (warps), a word
+  int32_t parked, end;            // results that do not fit the unused halves of the table's rows
+};
+
 struct CodeParams {
   AttentionTbq4Params call;
   SplitConfig split;
   ScoreRule rule;
   Partials partials;  // lists null: nothing is split
+  SharedPlan at;
   Divisor page_size, exact_page_size;
   int32_t stages;     // of each warp's ring
   int32_t rows;       // that an item has at most

@@ -35,8 +35,8 @@ template <int D> class CodeStream {
 
  public:
   // state.segment is the first segment.
-  __device__ __forceinline__ CodeStream(LoadedSegment& state, uint32_t codes, uint32_t norms, uint32_t offsets)
-      : state_(state), codes_(codes), norms_(norms), offsets_(offsets) {
+  __device__ __forceinline__ CodeStream(const CodeParams& p, LoadedSegment& state, uint32_t shared, int ring)
+      : state_(state), shared_(shared), ring_(ring) {
     const uint32_t lane = threadIdx.x % 32, group = lane / kLanes, chunk = lane % kLanes;
     to_ = Tile::swizzle(group * (Tile::kBytes / Tile::kGroups) + chunk * 16);
   }
@@ -54,21 +54,28 @@ template <int D> class CodeStream {
       enter(p);
     }
     if (given_) {
-      const bool all = p.whole_groups ? copy_groups(p, stage)
-                                      : copy_scattered(p, state_, tile_, codes_ + stage * 2 * Tile::kBytes,
-                                                       norms_ + stage * 2 * Tile::kNormBytes);
+      bool all;
+      if (p.whole_groups) {
+        if (next_ == kBatch) look_up(p);
+        all = copy_groups(p, stage);
+      } else {
+        all = copy_scattered(p, state_, tile_, shared_ + p.at.codes + (ring_ + stage) * 2 * Tile::kBytes,
+                             shared_ + p.at.norms + (ring_ + stage) * 2 * Tile::kNormBytes);
+      }
       complete_ = all ? complete_ | 1u << stage : complete_ & ~(1u << stage);
       tile_ += static_cast<int>(blockDim.x) / 32;
-      if (tile_ < tiles_) look_up(p);
     }
     ptx::cp_async_commit();
   }
 
  private:
+  static constexpr int kBatch = 32 / Tile::kGroups;  // tiles that are looked up at once
+
   __device__ __forceinline__ void enter(const CodeParams& p) {
     given_ = state_.segment.given();
     tile_ = static_cast<int>(threadIdx.x) / 32;
     tiles_ = 0;
+    next_ = kBatch;
     if (!given_) return;
     const ItemRows rows(p.call, p.split, state_.segment);
     const int origin = rows.begin & -Tile::kTokens;
@@ -80,24 +87,30 @@ template <int D> class CodeStream {
     }
     __syncwarp();
     tiles_ = (rows.end - origin + Tile::kTokens - 1) / Tile::kTokens;
-    if (tile_ < tiles_) look_up(p);
   }
 
-  // The row of this lane's 16 tokens of the next tile. The table is read where a token is seen only.
+  // Where the 16-token groups of this warp's next tiles lie, one for each lane: tables are read once for many tiles,
+  // and only where a token is seen.
   __device__ __forceinline__ void look_up(const CodeParams& p) {
-    if (!p.whole_groups) return;
-    const int token = state_.origin + tile_ * Tile::kTokens + static_cast<int>(threadIdx.x) % 32 / kLanes * 16;
-    wanted_ = token < state_.end && token + 16 > state_.begin;
-    at_ = wanted_ ? plane_row(p, state_.segment.sequence.batch, state_.kv_head, token) : PlaneRow{-1, -1};
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int tile = tile_ + lane / Tile::kGroups * (static_cast<int>(blockDim.x) / 32);
+    const int token = state_.origin + tile * Tile::kTokens + lane % Tile::kGroups * 16;
+    const bool wanted = token < state_.end && token + 16 > state_.begin;
+    const PlaneRow at = wanted ? plane_row(p, state_.segment.sequence.batch, state_.kv_head, token) : PlaneRow{-1, -1};
+    row_ = at.row;
+    page_ = static_cast<int>(at.page);  // fewer than 2^31: a page has 16 tokens and more
+    missing_ = __ballot_sync(~0u, wanted && at.row < 0);
+    next_ = 0;
   }
 
   __device__ __forceinline__ bool copy_groups(const CodeParams& p, int stage) {
     const Tbq4View& kv = p.call.kv;
     const int lane = static_cast<int>(threadIdx.x) % 32, chunk = lane % kLanes, group = lane / kLanes;
-    const bool there = at_.row >= 0;
-    const int64_t row = there ? at_.row : 0;
+    const int source = next_ * Tile::kGroups + group;
+    const int64_t found = __shfl_sync(~0u, row_, source), row = max_of<int64_t>(found, 0);
+    const bool there = found >= 0;
     const int64_t from = row * Tile::kTokenBytes + chunk * 16;
-    const uint32_t to = codes_ + stage * 2 * Tile::kBytes + to_;
+    const uint32_t to = shared_ + p.at.codes + (ring_ + stage) * 2 * Tile::kBytes + to_;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       // k * kLanes chunks are other bits of the place than those in to_, so their exchanges can be combined.
@@ -110,19 +123,23 @@ template <int D> class CodeStream {
       const bool values = chunk >= kNormChunks;
       const int part = values ? chunk - kNormChunks : chunk;
       const uint16_t* plane = values ? kv.v_norms : kv.k_norms;
-      ptx::cp_async_16(norms_ + stage * 2 * Tile::kNormBytes + (values ? Tile::kNormBytes : 0) +
+      ptx::cp_async_16(shared_ + p.at.norms + (ring_ + stage) * 2 * Tile::kNormBytes + (values ? Tile::kNormBytes : 0) +
                            (group * kNormChunks + part) * 16,
                        plane + row * Tile::kBlocks + part * 8, there);
     }
     if (kv.k_offsets) {
-      const uint16_t* offset = offset_of_page(p, there ? at_.page : 0, state_.kv_head) + chunk * 8;
-      const uint32_t at = offsets_ + stage * 512 + lane * 16;
+      const int page = __shfl_sync(~0u, page_, source);
+      const uint16_t* offset = offset_of_page(p, max_of(page, 0), state_.kv_head) + chunk * 8;
+      const uint32_t at = shared_ + p.at.offsets + (ring_ + stage) * kOffsetBytes + lane * 16;
       if (p.wide_offsets)
         ptx::cp_async_16(at, offset, there);
       else
         copy_chunk_narrow(at, offset, there);
     }
-    return __all_sync(~0u, there || !wanted_);
+    constexpr uint32_t kAllGroups = (1u << Tile::kGroups) - 1;
+    const bool all = (missing_ >> (next_ * Tile::kGroups) & kAllGroups) == 0;
+    ++next_;
+    return all;
   }
 
   // Tokens looked up one by one, 16-bit loads and stores of norms, all without running ahead.
@@ -173,13 +190,15 @@ template <int D> class CodeStream {
   }
 
   LoadedSegment& state_;
-  uint32_t codes_, norms_, offsets_;  // addresses of this warp's rings
-  uint32_t complete_ = 0;             // one bit for each buffer
+  uint32_t shared_;                   // the address of shared memory
+  int ring_;                          // number of this warp's first buffer
   uint32_t to_;                       // where this lane's first piece of a tile goes
-  bool wanted_ = false;               // some row sees one of this lane's 16 tokens of the next tile
+  uint32_t complete_ = 0;             // one bit for each buffer
   bool first_ = true, given_ = true;  // no segment has been entered yet; there is one to load
   int tile_ = 0, tiles_ = 0;          // the next tile of this warp, and how many the segment has
-  PlaneRow at_{-1, -1};               // of this lane's 16 tokens of that tile
+  int64_t row_ = -1;                  // of this lane's 16 tokens of a batch of tiles; -1: not there
+  int page_ = -1, next_ = kBatch;     // next_: of the batch, the tile to copy next
+  uint32_t missing_ = 0;              // lanes whose tokens are wanted and not there
 };
 
 }  // namespace flashq::cuda

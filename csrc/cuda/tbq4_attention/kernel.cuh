@@ -16,7 +16,6 @@ namespace flashq::cuda {
 // kTiles: 8-row tiles of an item.
 template <int D, int kTiles> class CodeKernel {
   using Tile = CodeTile<D>;
-  using Shared = CodeShared<D, kTiles>;
   static constexpr int kAcc = D / 16;  // fragments of the outputs of 8 rows
   static constexpr int kQueryWords = Tile::kBlocks * Tile::kSteps * 2;
 
@@ -25,8 +24,13 @@ template <int D, int kTiles> class CodeKernel {
       : p_(p),
         shared_(shared),
         warps_(static_cast<int>(blockDim.x) / 32),
-        at_(warps_, p.stages, p.rows, p.call.kv.k_offsets != nullptr),
-        mine_(reinterpret_cast<CodeSegments*>(shared + at_.segments)[threadIdx.x / 32]) {}
+        at_(p.at),
+        mine_(reinterpret_cast<CodeSegments*>(shared + at_.segments)[threadIdx.x / 32]) {
+    const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    lane4_ = keep(lane * 4);
+    k_lane_ = keep(kPairTableBytes + Tile::swizzle(Tile::piece(g) * 256 + t * (Tile::kWords * 4)));
+    v_lane_ = keep(kPairTableBytes + Tile::kBytes + Tile::swizzle(t * 256 + g * (Tile::kWidth / 16)));
+  }
 
   __device__ __forceinline__ void run() {
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
@@ -42,11 +46,8 @@ template <int D, int kTiles> class CodeKernel {
     }
     if (lane == 0) mine_.segment = mine_.loaded.segment = first;
     __syncwarp();
-    const uint32_t base = ptx::shared_address(shared_);
     const int ring = warp * p_.stages;
-    CodeStream<D> stream(mine_.loaded, base + at_.codes + ring * 2 * Tile::kBytes,
-                         base + at_.norms + ring * 2 * Tile::kNormBytes,
-                         base + at_.offsets + ring * Shared::kOffsetBytes);
+    CodeStream<D> stream(p_, mine_.loaded, ptx::shared_address(shared_), ring);
     int load_stage = 0, stage = 0;
     for (; load_stage < p_.stages - 1; ++load_stage) stream.load_next(p_, load_stage);
 
@@ -94,7 +95,7 @@ template <int D, int kTiles> class CodeKernel {
     clear_begin_ = max_of(in_item(mask.visible(item.last_query).begin), exact.lead_end);
     clear_end_ = min_of(in_item(mask.visible(item.first_query).end), exact.recent_begin);
     auto* ranges = reinterpret_cast<RowRange*>(shared_ + at_.ranges);
-    for (int row = static_cast<int>(threadIdx.x); row < at_.kRows; row += static_cast<int>(blockDim.x)) {
+    for (int row = static_cast<int>(threadIdx.x); row < 8 * kTiles; row += static_cast<int>(blockDim.x)) {
       const int query = p_.split.group.quotient(item.first_row + min_of(row, item.rows - 1));
       const KeyRange keys = mask.visible(query);
       ranges[row] = {in_item(keys.begin), in_item(keys.end),
@@ -135,9 +136,8 @@ template <int D, int kTiles> class CodeKernel {
                                               const float (&factor)[kTiles][2], LaneStates<kTiles>& state,
                                               float (&acc)[kTiles][kAcc][4]) const {
     using Weights = TileWeights<D, kTiles>;
-    const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, lane4 = lane * 4, piece = Tile::piece(g);
-    const uint32_t codes = at_.codes + buffer * 2 * Tile::kBytes, norms = at_.norms + buffer * 2 * Tile::kNormBytes;
-    const uint32_t k_at = Tile::swizzle(piece * 256 + t * (Tile::kWords * 4)) + codes;
+    const uint32_t k_at = k_lane_ + buffer * 2 * Tile::kBytes, v_at = v_lane_ + buffer * 2 * Tile::kBytes;
+    const uint32_t norms = at_.norms + buffer * 2 * Tile::kNormBytes;
     const int first = origin_ + tile * Tile::kTokens;
 
     float s[Tile::kProducts][kTiles][4] = {};
@@ -149,14 +149,14 @@ template <int D, int kTiles> class CodeKernel {
 #pragma unroll
       for (int j = 0; j < Tile::kProducts; ++j) {
         uint32_t a[4];
-        keys[j].operand(shared_, lane4, i, a);
+        keys[j].operand(shared_, lane4_, i, a);
         const int word = ((Tile::kBlocks == 2 ? j * Tile::kSteps : 0) + i) * 2;
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) ptx::mma_16x8x16<Float16>(s[j][n], a, query[n][word], query[n][word + 1]);
       }
     const uint32_t hidden = find_hidden(first, complete);
     float k_norm[Weights::kNorms], v_norm[Weights::kNorms];
-    const bool coarse = read_norms(norms + piece * Weights::kNorms * 2, hidden, k_norm, v_norm);
+    const bool coarse = read_norms(norms + Tile::piece(lane4_ / 16) * (Weights::kNorms * 2), hidden, k_norm, v_norm);
 
     Weights weights;
     bool rough = coarse, raised = false;
@@ -182,7 +182,7 @@ template <int D, int kTiles> class CodeKernel {
 #pragma unroll
         for (int i = 0; i < Weights::kNorms; ++i) largest = fmaxf(largest, fabsf(k_norm[i]));
         const bool levels = __any_sync(~0u, !(largest * reach_ <= kReachOfLevels));
-        add_rest<D, kTiles>(shared_, at_, k_at, lane4, levels, s);
+        add_rest<D, kTiles>(shared_, at_, k_at, lane4_, levels, s);
         rough = false;
       } else {
         if (raised) break;
@@ -195,7 +195,6 @@ template <int D, int kTiles> class CodeKernel {
 #pragma unroll
       for (int c = 0; c < 2; ++c) state.sum[n][c] += weights.sum[n][c];
 
-    const uint32_t v_at = Tile::swizzle(t * 256 + g * (Tile::kWidth / 16)) + codes + Tile::kBytes;
     constexpr int kVWords = Tile::kWidth / 64;  // of 8 codes, that a lane reads of a token's block of V
 #pragma unroll
     for (int j = 0; j < Tile::kProducts; ++j) {
@@ -217,8 +216,8 @@ template <int D, int kTiles> class CodeKernel {
         const TokenPair high = pair_tokens(row[1][0].value[w], row[1][1].value[w]);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          const uint32_t a[4] = {expand(shared_, low.even, lane4, k), expand(shared_, low.odd, lane4, k),
-                                 expand(shared_, high.even, lane4, k), expand(shared_, high.odd, lane4, k)};
+          const uint32_t a[4] = {expand(shared_, low.even, lane4_, k), expand(shared_, low.odd, lane4_, k),
+                                 expand(shared_, high.even, lane4_, k), expand(shared_, high.odd, lane4_, k)};
           const int i = (Tile::kBlocks == 2 ? j * 8 : 0) + w * 4 + k;
 #pragma unroll
           for (int n = 0; n < kTiles; ++n) ptx::mma_16x8x16<Float16>(acc[n][i], a, p[n][0], p[n][1]);
@@ -254,7 +253,7 @@ template <int D, int kTiles> class CodeKernel {
     float shared_offset[kTiles][2] = {};
     if (offsets && p_.whole_groups)
       score_offsets<D, kTiles>(shared_, at_,
-                               at_.offsets + buffer * Shared::kOffsetBytes + piece / (8 / Tile::kGroups) * (D * 2) +
+                               at_.offsets + buffer * kOffsetBytes + piece / (8 / Tile::kGroups) * (D * 2) +
                                    t * (Tile::kWidth / 2),
                                shared_offset);
     const auto* offset_scales = reinterpret_cast<const float*>(shared_ + at_.offset_scales);
@@ -394,10 +393,17 @@ template <int D, int kTiles> class CodeKernel {
     publish(mine_.segment, next_segment(p_.call, p_.split, segment));
   }
 
+  // Keeps what follows from the lane's number in a register: else it is worked out again for every tile.
+  static __device__ __forceinline__ uint32_t keep(uint32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
+  }
+
   const CodeParams& p_;
   unsigned char* shared_;
   int warps_;
-  Shared at_;
+  uint32_t lane4_, k_lane_, v_lane_;  // 4 * lane; where this lane's codes of K and V are in the first buffer
+  const SharedPlan& at_;
   CodeSegments& mine_;
   int origin_ = 0, tiles_ = 0, clear_begin_ = 0, clear_end_ = 0;  // of the segment; tokens
   float reach_ = 0;                                               // largest length of a query times the scale

@@ -46,11 +46,8 @@ struct FloatUnit {
   }
 };
 
-template <int D, int kTiles> __device__ __forceinline__ void prepare_queries(const CodeParams& p,
-                                                                             const Segment& segment,
-                                                                             const ItemRows& item,
-                                                                             unsigned char* shared,
-                                                                             const CodeShared<D, kTiles>& at) {
+template <int D, int kTiles> __device__ __forceinline__ void prepare_queries(
+    const CodeParams& p, const Segment& segment, const ItemRows& item, unsigned char* shared, const SharedPlan& at) {
   using Tile = CodeTile<D>;
   using Lanes = BlockLanes<Tile::kWidth>;
   constexpr int kUnits = 32 / Lanes::kLanes;  // of a warp: blocks of rows
@@ -64,7 +61,7 @@ template <int D, int kTiles> __device__ __forceinline__ void prepare_queries(con
   };
   const auto larger = [](float a, float b) { return fmaxf(a, b); };
 #pragma unroll 1
-  for (int unit = first; unit < at.kRows * Tile::kBlocks; unit += step) {
+  for (int unit = first; unit < 8 * kTiles * Tile::kBlocks; unit += step) {
     const int row = unit / Tile::kBlocks, block = unit % Tile::kBlocks;
     float x[8] = {};
     if (row < item.rows) {

@@ -23,7 +23,7 @@ template <int kTiles> struct LaneStates {
 // Sums over all lanes of a row, brought to [1, 2) by a power of two that moves to the base: both then lose nothing in
 // the logarithm. acc[n][i] has dims 2 i, 2 i + 1 of the lane's in [c] and [2 + c]; `unit` multiplies it.
 template <int D, int kTiles, int kAcc>
-__device__ __forceinline__ void park(unsigned char* shared, const CodeShared<D, kTiles>& at, int warp, int rows,
+__device__ __forceinline__ void park(unsigned char* shared, const SharedPlan& at, int warp, int rows,
                                      LaneStates<kTiles>& state, const float (&acc)[kTiles][kAcc][4], float unit) {
   using Tile = CodeTile<D>;
   constexpr int kLaneDims = Tile::kWidth / 8;  // of a block
@@ -56,8 +56,8 @@ __device__ __forceinline__ void park(unsigned char* shared, const CodeShared<D, 
 // Merges the parked results of the warps, all at once, in their order, and calls finish(row, column, state, 8 values).
 // `rotated`: they still have to be rotated back.
 template <int D, int kTiles, class Finish>
-__device__ __forceinline__ void merge_parked(unsigned char* shared, const CodeShared<D, kTiles>& at, int rows,
-                                             bool rotated, Finish finish) {
+__device__ __forceinline__ void merge_parked(unsigned char* shared, const SharedPlan& at, int rows, bool rotated,
+                                             Finish finish) {
   using Tile = CodeTile<D>;
   using Lanes = BlockLanes<Tile::kWidth>;
   constexpr int kUnits = 32 / Lanes::kLanes;  // of a warp: blocks of rows

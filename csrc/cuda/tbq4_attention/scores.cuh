@@ -49,9 +49,8 @@ template <int D> struct KeyCodes {
 };
 
 // Adds to the products of a tile what rounding the queries, and if `levels` the levels, to fp16 has left out. Rare.
-template <int D, int kTiles> __device__ __forceinline__ void add_rest(const unsigned char* shared,
-                                                                      const CodeShared<D, kTiles>& at, uint32_t lane_at,
-                                                                      uint32_t lane4, bool levels,
+template <int D, int kTiles> __device__ __forceinline__ void add_rest(const unsigned char* shared, const SharedPlan& at,
+                                                                      uint32_t lane_at, uint32_t lane4, bool levels,
                                                                       float (&s)[CodeTile<D>::kProducts][kTiles][4]) {
   using Tile = CodeTile<D>;
 #pragma unroll
@@ -87,8 +86,8 @@ template <int D, int kTiles> __device__ __forceinline__ void add_rest(const unsi
 // q.offset for the rows g of K: of 16-token groups, tokens of a lane's row share a page. `offset`: where this lane's
 // dims of its page start in shared memory.
 template <int D, int kTiles> __device__ __forceinline__ void score_offsets(const unsigned char* shared,
-                                                                           const CodeShared<D, kTiles>& at,
-                                                                           uint32_t offset, float (&s)[kTiles][2]) {
+                                                                           const SharedPlan& at, uint32_t offset,
+                                                                           float (&s)[kTiles][2]) {
   using Tile = CodeTile<D>;
   constexpr int kChunks = Tile::kWidth / 32;  // of 8 dims, of a block
   float sum[2][kTiles][4] = {};
@@ -115,9 +114,11 @@ template <int D, int kTiles> __device__ __forceinline__ void score_offsets(const
 
 // The same, in the same order, for tokens on any pages, straight from memory: `page` of the tokens of rows g and g + 8,
 // -1: none.
-template <int D, int kTiles> __device__ __forceinline__ void score_scattered_offsets(
-    const CodeParams& p, const unsigned char* shared, const CodeShared<D, kTiles>& at, int kv_head,
-    const int64_t (&page)[2], float (&s)[kTiles][4]) {
+template <int D, int kTiles> __device__ __forceinline__ void score_scattered_offsets(const CodeParams& p,
+                                                                                     const unsigned char* shared,
+                                                                                     const SharedPlan& at, int kv_head,
+                                                                                     const int64_t (&page)[2],
+                                                                                     float (&s)[kTiles][4]) {
   using Tile = CodeTile<D>;
   float sum[2][kTiles][4] = {};
   const int t = static_cast<int>(threadIdx.x) % 4;

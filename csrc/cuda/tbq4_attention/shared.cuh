@@ -18,42 +18,32 @@ struct CodeSegments {
   ItemRows item;
 };
 
-// Byte offsets. The table of pairs comes first.
-template <int D, int kTiles> struct CodeShared {
+inline constexpr int kOffsetBytes = 512;  // of the pages of a tile: 4 of D 64, 2 of D 128, 1 of D 256
+
+// `rows`: that an item has at most, of 8 * kTiles.
+template <int D, int kTiles> SharedPlan lay_out_shared(int warps, int stages, int rows, bool with_offsets) {
   using Tile = CodeTile<D>;
-  static constexpr int kRows = 8 * kTiles;
-  static constexpr int kOffsetBytes = 512;           // of the pages of a tile: 4 of D 64, 2 of D 128, 1 of D 256
-  static constexpr int kQueryBytes = kRows * D * 2;  // in fragments
-
-  int codes, norms, offsets;         // rings: (warps, stages)
-  int query, rest_query, raw_query;  // kQueryBytes each
-  int rest_table;
-  int scales, offset_scales;  // (kRows) floats
-  int states, ranges;         // (warps, kRows), (kRows)
-  int segments, reach;        // (warps), a word
-  int parked, end;            // results that do not fit the unused halves of the table's rows
-
-  // `rows`: that an item has at most.
-  FLASHQ_HD CodeShared(int warps, int stages, int rows, bool with_offsets) {
-    const int buffers = warps * stages;
-    codes = kPairTableBytes;
-    norms = codes + buffers * 2 * Tile::kBytes;
-    offsets = norms + buffers * 2 * Tile::kNormBytes;
-    query = offsets + (with_offsets ? buffers * kOffsetBytes : 0);
-    rest_query = query + kQueryBytes;
-    raw_query = rest_query + kQueryBytes;
-    rest_table = raw_query + (with_offsets ? kQueryBytes : 0);
-    scales = rest_table + kRestTableBytes;
-    offset_scales = scales + kRows * 4;
-    states = offset_scales + kRows * 4;
-    ranges = states + warps * kRows * int{sizeof(SoftmaxState<Binary>)};
-    segments = ranges + kRows * int{sizeof(RowRange)};
-    reach = segments + warps * int{sizeof(CodeSegments)};
-    parked = (reach + 4 + 15) / 16 * 16;
-    const int results = warps * rows * D * 4 - kPairTableBytes / 2;
-    end = parked + (results > 0 ? results : 0);
-  }
-};
+  constexpr int kRows = 8 * kTiles, kQueryBytes = kRows * D * 2;
+  const int buffers = warps * stages;
+  SharedPlan at{};
+  at.codes = kPairTableBytes;
+  at.norms = at.codes + buffers * 2 * Tile::kBytes;
+  at.offsets = at.norms + buffers * 2 * Tile::kNormBytes;
+  at.query = at.offsets + (with_offsets ? buffers * kOffsetBytes : 0);
+  at.rest_query = at.query + kQueryBytes;
+  at.raw_query = at.rest_query + kQueryBytes;
+  at.rest_table = at.raw_query + (with_offsets ? kQueryBytes : 0);
+  at.scales = at.rest_table + kRestTableBytes;
+  at.offset_scales = at.scales + kRows * 4;
+  at.states = at.offset_scales + kRows * 4;
+  at.ranges = at.states + warps * kRows * int{sizeof(SoftmaxState<Binary>)};
+  at.segments = at.ranges + kRows * int{sizeof(RowRange)};
+  at.reach = at.segments + warps * int{sizeof(CodeSegments)};
+  at.parked = (at.reach + 4 + 15) / 16 * 16;
+  const int results = warps * rows * D * 4 - kPairTableBytes / 2;
+  at.end = at.parked + (results > 0 ? results : 0);
+  return at;
+}
 
 // Four columns of a parked result: (warps, rows, D) floats, chunks of columns exchanged so that fragments are written
 // without bank conflicts. result: warp * rows + row.
