@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import flashq
-from flashq.caches import PagedCache
+from flashq.caches import PagedCache, base
 
 KINDS: dict[str, dict[str, Any]] = {
     "16bit": {},
@@ -175,6 +175,28 @@ def test_out_of_pages_changes_nothing(kind: str) -> None:
         assert snapshot(both.cache) == before
         assert both.cache._generation == generation
     both.extend([b, a], [1, 2])
+    check_pages(both.cache)
+
+
+def test_an_extend_that_memory_is_not_enough_for_changes_nothing(both: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device it may be found out late. The step before has ended then: its tensors may be half overwritten."""
+
+    def no_memory(*args: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    a = both.alloc()
+    both.extend([a], [20])
+    b = both.fork(a)
+    step, before = both.cache.lookup([a]), snapshot(both.cache)
+    for counts in ([1, 1], [150, 60]):
+        with monkeypatch.context() as patch:
+            patch.setattr(base, "upload", no_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                both.cache.extend([a, b], counts)
+        assert snapshot(both.cache) == before
+    with pytest.raises(ValueError, match="step: expected the cache's latest"):
+        step.attend(0, torch.zeros(1, 4, 64))
+    both.extend([a, b], [1, 150])
     check_pages(both.cache)
 
 
