@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import io
 import os
@@ -61,8 +62,13 @@ class Run:
 
 
 def missing() -> list[str]:
-    """Packages that the demo needs and that are not installed."""
-    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    """Packages that the demo needs and that are not installed, or too old."""
+    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if "transformers" in NEEDED and "transformers" not in absent:
+        version = importlib.metadata.version("transformers")
+        if tuple(map(int, version.split(".")[:2])) < (5, 17):
+            absent.append(f"a newer transformers than {version}")
+    return absent
 
 
 def load() -> tuple[Any, Any]:
@@ -133,6 +139,8 @@ def run_once(
     report(f"{method}: reading {ids.shape[1] - 1} tokens")
     begin = time.perf_counter()
     logits = model(ids[:, :-1], **keyword).logits
+    if ids.is_cuda:
+        torch.cuda.synchronize()
     prefill = time.perf_counter() - begin
     log_probs = torch.log_softmax(logits[0].float(), -1)
     clock = _Clock(lambda count: report(f"{method}: writing, {count} of {new_tokens} tokens"))

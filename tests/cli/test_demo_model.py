@@ -83,6 +83,15 @@ def test_without_weights_it_says_what_to_install(
     assert "then python -m flashq demo --model" in " ".join(capsys.readouterr().out.split())
 
 
+def test_an_old_transformers_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(demo_model, "NEEDED", ("transformers", "torch"))
+    assert demo_model.missing() == []
+    monkeypatch.setattr(demo_model.importlib.metadata, "version", lambda name: "4.57.1")
+    assert main.main(["demo", "--model"]) == 2
+    assert "--model needs a newer transformers than 4.57.1: pip install" in capsys.readouterr().out
+
+
 def test_a_plot_is_of_the_layers(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main.main(["demo", "--model", "--plot", "x.png"])
