@@ -247,7 +247,8 @@ class PagedCache:
 
         Raises:
             ValueError: a length that a sequence does not have, or one at which a window would reach back to pages
-                that were released already: more than `slack` tokens were taken back since it was longest.
+                that were released already, or the next token belong into one: more than `slack` tokens were taken back
+                since it was longest.
         """
         _, states, lengths = self._batch("truncate", sequences, lengths, "lengths")
         self._trim(states, [])

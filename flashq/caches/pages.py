@@ -186,10 +186,12 @@ class PageTable:
         return self.trimmed[sequence.row] * self.page_size
 
     def holds_window(self, sequence: Sequence, length: int, trimmed: int) -> bool:
-        """Whether the next token would see no page before `trimmed` if the sequence had `length` tokens."""
+        """Whether the next token would see no page before `trimmed`, nor be stored in one, if the sequence had `length`
+        tokens."""
         if self.reach is None:
             return True
-        return max(sequence.kv_start, length - self.reach) >= min(length, trimmed * self.page_size)
+        begin = min(trimmed, count_pages(length, self.page_size)) * self.page_size
+        return max(sequence.kv_start, length - self.reach) >= begin
 
     def trim(self, sequence: Sequence, journal: Journal) -> None:
         """Release the pages that no token after the sequence's end reads any more, nor after `slack` tokens less."""

@@ -57,12 +57,15 @@ class Model:
             state.held[name] = {i for i in state.held[name] if i * page_size < length}
 
     def can_truncate(self, sequence: int, length: int) -> bool:
-        """Whether every window at the new end is still held."""
-        state = self.states[sequence]
+        """Whether every window at the new end is still held, and the page that goes on there."""
+        state, page_size = self.states[sequence], self.cache.page_size
         self._trim(state)
         for window in set(self.pools) - {"exact"}:
-            needed = range(max(state.kv_start, length - window), length)
-            if not {t // self.cache.page_size for t in needed} <= state.held[window]:
+            needed = {t // page_size for t in range(max(state.kv_start, length - window), length)}
+            page = max(state.kv_start, length) // page_size  # of the next token that is stored
+            if page < -(-length // page_size):
+                needed.add(page)
+            if not needed <= state.held[window]:
                 return False
         return True
 

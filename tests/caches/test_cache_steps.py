@@ -95,6 +95,27 @@ def test_truncated_tokens_are_forgotten(both: Pair) -> None:
     check_pages(both.cache)
 
 
+@pytest.mark.parametrize("kind", ["16bit", "tbq4"])
+@pytest.mark.parametrize(
+    ("window", "kv_start", "fits", "wrong"),
+    [(0, 0, (48, 32), (40,)), (4, 20, (52, 16), (20, 18)), (4, 16, (16,), (24,))],
+)
+def test_tokens_are_not_taken_back_into_a_released_page(
+    kind: str, window: int, kv_start: int, fits: tuple[int, ...], wrong: tuple[int, ...]
+) -> None:
+    """A window that sees none of the page does not suffice: the next token's key belongs there."""
+    for length in fits:
+        both = pair(kind, window_left=[-1, window], slack=0)
+        a = both.alloc(kv_start)
+        both.extend([a], [64])
+        for refused in wrong:
+            with pytest.raises(ValueError, match=f"truncate: lengths: expected at least .* released.*, got {refused}"):
+                both.cache.truncate(a, refused)
+        both.truncate(a, length)
+        both.extend([a], [5])
+        check_pages(both.cache)
+
+
 def test_more_than_the_slack_is_read_from_codes() -> None:
     both = pair("tbq4", window_left=[-1])
     a = both.alloc()
