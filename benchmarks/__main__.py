@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks import compare, cpu, gpu, gpu_ceilings, gpu_probes, probes, report, small_ops, tbq4_decode
+from benchmarks import compare, cpu, decode, gpu, gpu_ceilings, gpu_probes, probes, report, small_ops, tbq4_decode
 from benchmarks.environment import describe_environment, describe_gpu
 from benchmarks.measure import Case, Result, measure
 from flashq.cli import machine
@@ -26,6 +26,7 @@ COOL_PAUSE = 0.05  # seconds; after it the clock is the GPU's highest
 # GPU command -> what it measures, its rows.
 GPU_COMMANDS: dict[str, tuple[str, Callable[[bool], list[Case[gpu.GpuSetup]]]]] = {
     "cuda": ("on the GPU: the TBQ4 codec, appends and merge, beside copies", small_ops.cases),
+    "decode": ("on the GPU: few queries over long caches, beside reads, SDPA and FlashAttention-3", decode.cases),
     "tbq4": ("on the GPU: attention over a 4-bit cache, beside 16-bit caches", tbq4_decode.cases),
 }
 

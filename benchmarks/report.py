@@ -18,6 +18,8 @@ UNITS = {
     ("cpu", "decode"): "% of the read probe",
     ("cpu", "tbq4"): "% of the read probe",
     ("gpu", "tbq4"): "% of read",
+    ("gpu", "decode"): "% of read",
+    ("gpu", "variants"): "% of read",
     ("gpu", "codec"): "% of copy",
     ("gpu", "append"): "% of copy",
     ("gpu", "merge"): "% of copy",

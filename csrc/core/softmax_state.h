@@ -49,6 +49,12 @@ template <class Unit> FLASHQ_HD MergeWeights merge(SoftmaxState<Unit>& a, const 
   return weight;
 }
 
+// The same rule for several partials at once: what the sum and o of one of them are multiplied by when the largest
+// maximum is `top`. Of an empty one it is 0: leave its o out.
+template <class Unit> FLASHQ_HD float merge_weight(const SoftmaxState<Unit>& part, float top) {
+  return part.empty() ? 0 : Unit::exp(part.max - top);
+}
+
 // The same rule for kCount partials at once, given by their logarithms, for one exp each instead of two. Returns the
 // state of them all; weight[k] is what the o of partial k is multiplied by. Of an empty one it is 0: leave its o out.
 template <class Unit, int kCount>

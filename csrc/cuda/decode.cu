@@ -1,4 +1,6 @@
 // decode on CUDA: which kernel runs a call, how its work is cut, and where partial results lie in the scratch.
+#include <bit>
+
 #include "cuda/decode/kernel.cuh"
 #include "cuda/decode/launch.h"
 #include "cuda/decode/merge_partials.h"
@@ -10,7 +12,10 @@ namespace flashq::cuda {
 namespace {
 
 constexpr int kMaxStages = 4;
-constexpr int64_t kWholeItem = 512;      // tokens: up to here no item is split, so that one launch does it all
+constexpr int kItemUnits = 2;        // the start of an item takes about as long as two tiles
+constexpr int kLeastUnits = 2;       // of a team: fewer would cost the merge more than they save
+constexpr int64_t kWholeItem = 512;  // tokens: up to here no item is split, so that one launch does it all
+constexpr int64_t kMostStride = INT32_MAX / 2 / kGroup;
 constexpr int64_t kWholeUnit = 1 << 30;  // tokens of a unit that nothing exceeds
 
 int dim_index(int64_t head_dim) {
@@ -41,41 +46,80 @@ bool many_rows(const Attention16Params& p) {
   return p.kv_chunk == 0 && q.total_tokens * group > kDecodeRows[kDecodeShapes - 1] * q.batch;
 }
 
-SplitConfig split_config(const Attention16Params& p, int shape, int warps) {
+// Packed queries need the scan of the plan to find their items, and with kv_chunk the splits are given.
+bool can_cluster(const Attention16Params& p) { return !p.query.cu_seqlens_q.given() && p.kv_chunk == 0; }
+
+// CTAs of a cluster that computes an item and merges its partial results, so that one launch does it all; 0 where that
+// would leave multiprocessors idle for too long: where items are too many, or too few for the length they may have.
+int choose_cluster(const Attention16Params& p, int64_t block_rows, int64_t most, int64_t ctas) {
+  constexpr int64_t kShort = 512;             // tokens of a CTA: one wave of copies or two
+  constexpr int64_t kSmallBytes = 256 << 20;  // of a call: the second kernel costs more than 1 / 32 of its time
+  if (!can_cluster(p)) return 0;
+  const int64_t items = count_row_tiles(p.query, block_rows) * p.query.kv_heads, window = p.score.window_left;
+  int64_t keys = kv_capacity(p.kv);  // that an item sees at most
+  if (window != kUnlimited && window < keys - p.query.q_len) keys = window + p.query.q_len;
+  int64_t cluster = 1;
+  while (cluster * 2 <= most && items * cluster * 2 <= ctas) cluster *= 2;
+  if (items > ctas) return 0;
+  const bool small = static_cast<double>(items) * static_cast<double>(keys) * 4 * p.query.head_dim <= kSmallBytes;
+  const bool alike = p.query.batch == 1 && items * cluster * 32 >= ctas * 31 && small;  // all as long
+  return keys <= kShort * cluster || alike ? static_cast<int>(cluster) : 0;
+}
+
+SplitConfig split_config(const Attention16Params& p, const DecodeLaunch& how) {
   const auto capacity = static_cast<int32_t>(kv_capacity(p.kv));
-  const int32_t team_warps = 1 << kDecodeTeamShift[shape];
   SplitConfig c{.capacity = capacity,
-                .unit = Divisor(kGroup * team_warps),
+                .unit = Divisor(kGroup << kDecodeTeamShift[how.shape]),
                 .group = Divisor(p.query.q_heads / p.query.kv_heads),
-                .block_rows = Divisor(kDecodeRows[shape]),
-                .least_units = warps / team_warps,
+                .block_rows = Divisor(kDecodeRows[how.shape]),
+                .workers = how.teams(),
+                .least_units = max_of(kLeastUnits >> kDecodeTeamShift[how.shape], 1),
+                .item_units = kItemUnits,
                 .unit_is_split = false};
+  if (how.cluster > 0) return c;
   if (p.kv_chunk > 0 || capacity <= kWholeItem) {
     c.unit = Divisor(p.kv_chunk > 0 ? min_of<int64_t>(p.kv_chunk, kWholeUnit) : kWholeUnit);
     c.unit_is_split = true;
     c.least_units = 1;
+    c.item_units = 0;
   }
   return c;
 }
 
 // The kernel for most rows up to `how.shape` that fits shared memory, with most warps, then with most bytes in flight.
-void choose_warps(DecodeLaunch& how, int32_t& stages, int64_t shared_bytes) {
+void choose_warps(DecodeLaunch& how, int64_t shared_bytes) {
   const int most = kDecodeDims[how.dim] > 128 ? 4 : 8;  // 64 KiB of tiles
   for (;; --how.shape)
     for (how.warps = most; how.warps >> kDecodeTeamShift[how.shape] > 0; how.warps /= 2)
-      for (stages = kMaxStages; stages >= 2; --stages) {
-        how.shared_bytes = decode_shared_bytes(how.dim, how.shape, how.warps, stages);
+      for (how.stages = kMaxStages; how.stages >= 2; --how.stages) {
+        how.shared_bytes = decode_shared_bytes(how.dim, how.shape, how.warps, how.stages);
         if (how.shared_bytes <= shared_bytes) return;
       }
+}
+
+DecodeLaunch choose(const Attention16Params& p, const Device& device, int64_t most_cluster) {
+  DecodeLaunch how{};
+  how.dim = dim_index(p.query.head_dim);
+  how.shape = shape_index(p);
+  how.ctas = static_cast<int>(min_of<int64_t>(device.sm_count, kMaxCtas));
+  choose_warps(how, device.shared_bytes);
+  how.cluster = choose_cluster(p, kDecodeRows[how.shape], most_cluster, how.ctas);
+  if (how.cluster > 0)
+    how.ctas = static_cast<int>(count_row_tiles(p.query, kDecodeRows[how.shape]) * p.query.kv_heads) * how.cluster;
+  return how;
+}
+
+// Rows for 16-byte loads, 16 of which lie within 2^31 bytes.
+bool wide_rows(const void* base, const int64_t (&strides)[3]) {
+  return rows_fit_vectors(base, strides) && strides[1] > -kMostStride && strides[1] < kMostStride;
 }
 
 }  // namespace
 
 int64_t decode_shared_bytes(int dim, int shape, int warps, int stages) {
   const auto bytes = [&]<int kDim>() -> int64_t {
-    const int team_warps = 1 << kDecodeTeamShift[shape];
-    return kDecodeTiles[shape] == 1 ? DecodeShared<kDim, 1>(warps, team_warps, stages).end
-                                    : DecodeShared<kDim, 2>(warps, team_warps, stages).end;
+    return kDecodeTiles[shape] == 1 ? DecodeShared<kDim, 1>(warps, stages).end
+                                    : DecodeShared<kDim, 2>(warps, stages).end;
   };
   if (dim == 0) return bytes.template operator()<64>();
   return dim == 1 ? bytes.template operator()<128>() : bytes.template operator()<256>();
@@ -84,7 +128,10 @@ int64_t decode_shared_bytes(int dim, int shape, int warps, int stages) {
 int64_t attention_16_scratch_bytes(const Attention16Params& p, int32_t) {
   if (many_rows(p)) return prefill_scratch_bytes(p);
   if (p.query.total_tokens == 0 || p.query.q_heads == 0) return 0;
-  const SplitConfig c = split_config(p, shape_index(p), 8);
+  // The device is not known here: enough for the most multiprocessors and warps, and the most rows of an item.
+  DecodeLaunch most{.dim = dim_index(p.query.head_dim), .shape = shape_index(p), .warps = 8, .ctas = kMaxCtas};
+  if (kDecodeDims[most.dim] > 128) most.warps = 4;
+  const SplitConfig c = split_config(p, most);
   return splits(c) ? PartialsLayout(p, c).end : 0;
 }
 
@@ -93,29 +140,32 @@ Status decode(const Attention16Params& p, const Launch& launch) {
   Device device{};
   if (const Status status = enter(launch, device); !status.ok()) return status;
   if (p.query.total_tokens == 0 || p.query.q_heads == 0) return {};
-  DecodeLaunch how{};
-  how.dim = dim_index(p.query.head_dim);
-  how.shape = shape_index(p);
-  how.ctas = static_cast<int>(min_of<int64_t>(device.sm_count, kMaxCtas));
-  int32_t stages = 0;
-  choose_warps(how, stages, device.shared_bytes);
-  const SplitConfig split = split_config(p, how.shape, how.warps);
+  const bool clusters = device.arch >= 90 && runs_code_of_90(launch.device);
+  const DecodeLaunch how = choose(p, device, clusters ? kMaxCluster : 1);
+  const SplitConfig split = split_config(p, how);
   const KvView& kv = p.kv;
   const DecodeParams params{.call = p,
                             .split = split,
                             .rule = ScoreRule(p.score),
-                            .partials = place_partials(p, split),
+                            .partials = how.cluster > 0 ? Partials{} : place_partials(p, split),
                             .page_size = Divisor(clamp(kv.page_size, 1, kWholeUnit)),
+                            .row_blocks = Divisor(ceil_div(p.query.q_len * split.group.value, split.block_rows.value)),
+                            .cluster_ctas = how.cluster,
+                            .cluster_shift = std::countr_zero(static_cast<unsigned>(max_of(how.cluster, 1))),
                             .team_warps = 1 << kDecodeTeamShift[how.shape],
                             .team_shift = kDecodeTeamShift[how.shape],
-                            .stages = stages,
+                            .stages = how.stages,
+                            .k_tile_bytes = kv.k_stride[1] * 2 * (kGroup << kDecodeTeamShift[how.shape]),
+                            .v_tile_bytes = kv.v_stride[1] * 2 * (kGroup << kDecodeTeamShift[how.shape]),
+                            .k_row_bytes = static_cast<int32_t>(kv.k_stride[1] * 2),
+                            .v_row_bytes = static_cast<int32_t>(kv.v_stride[1] * 2),
                             .wide_q = rows_fit_vectors(p.query.q, p.query.q_stride),
-                            .wide_kv = rows_fit_vectors(kv.k, kv.k_stride) && rows_fit_vectors(kv.v, kv.v_stride),
+                            .wide_kv = wide_rows(kv.k, kv.k_stride) && wide_rows(kv.v, kv.v_stride),
                             .whole_groups = !kv.block_table.given() || kv.page_size % kGroup == 0};
   const Status status =
       (p.query.dtype == Dtype::kFloat16 ? launch_decode_fp16 : launch_decode_bf16)(how, params, launch);
-  if (!status.ok() || !params.partials.lists) return status;
-  launch_merge_partials(p, params.partials, how.ctas, kDecodeRows[how.shape], launch);
+  if (!status.ok() || !params.partials.given()) return status;
+  launch_merge_partials(p, split, params.partials, launch);
   return launch_status();
 }
 

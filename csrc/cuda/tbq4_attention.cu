@@ -32,7 +32,7 @@ int most_rows(const AttentionTbq4Params& p) {
   return static_cast<int>(min_of<int64_t>(tokens * (q.q_heads / q.kv_heads), row_tiles(p) * 8));
 }
 
-SplitConfig split_config(const AttentionTbq4Params& p, int warps) {
+SplitConfig split_config(const AttentionTbq4Params& p, int64_t ctas, int warps) {
   const int64_t capacity = min_of(kv_capacity(p.kv), kMostTokens), rows = row_tiles(p) * 8;
   int64_t unit = 4096 / p.query.head_dim;  // a warp's tile
   const bool whole = p.kv_chunk > 0 || capacity <= kWholeItem;
@@ -44,7 +44,9 @@ SplitConfig split_config(const AttentionTbq4Params& p, int warps) {
           .unit = Divisor(unit),
           .group = Divisor(p.query.q_heads / p.query.kv_heads),
           .block_rows = Divisor(rows),
+          .workers = static_cast<int32_t>(ctas),
           .least_units = whole ? 1 : warps,
+          .item_units = 0,
           .unit_is_split = whole};
 }
 
@@ -80,7 +82,7 @@ Status refuse(const char* argument, const char* expected, int64_t got) {
 
 int64_t attention_tbq4_scratch_bytes(const AttentionTbq4Params& p, int32_t) {
   if (p.query.total_tokens == 0 || p.query.q_heads == 0) return 0;
-  const SplitConfig c = split_config(p, 8);
+  const SplitConfig c = split_config(p, kMaxCtas, 8);
   return splits(c) ? PartialsLayout(p, c).end : 0;
 }
 
@@ -100,7 +102,7 @@ Status tbq4_attention(const AttentionTbq4Params& p, const Launch& launch) {
   SharedPlan plan{};
   if (!choose_warps(p.query.head_dim, rows, offsets, device.shared_bytes, how, stages, plan))
     return refuse("device", "a GPU with 96 KiB of shared memory for a block", device.shared_bytes);
-  const SplitConfig split = split_config(p, how.warps);
+  const SplitConfig split = split_config(p, how.ctas, how.warps);
   if (!fits_plan(p, split.capacity, split.unit.value, split.block_rows.value))
     return refuse("q", "fewer query tokens times keys", p.query.total_tokens);
   const ScoreRule rule(p.score);
@@ -127,8 +129,8 @@ Status tbq4_attention(const AttentionTbq4Params& p, const Launch& launch) {
                      : p.query.head_dim == 128 ? launch_code_attention<128>
                                                : launch_code_attention<256>;
   const Status status = start(how, params, launch);
-  if (!status.ok() || !params.partials.lists) return status;
-  launch_merge_partials(p, params.partials, how.ctas, split.block_rows.value, launch);
+  if (!status.ok() || !params.partials.given()) return status;
+  launch_merge_partials(p, split, params.partials, launch);
   return launch_status();
 }
 

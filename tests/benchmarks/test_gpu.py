@@ -8,12 +8,13 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import gpu_ceilings, gpu_graphs, gpu_probes, report, small_ops, tbq4_decode
+from benchmarks import decode, gpu_ceilings, gpu_graphs, gpu_probes, report, small_ops, tbq4_decode
 from benchmarks.__main__ import main, measure_all
 from benchmarks.environment import SMI_FIELDS, parse_smi
 from benchmarks.measure import Case, Result, summarize
@@ -120,8 +121,9 @@ def test_rows_are_unique_and_cover_the_small_ops() -> None:
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_rows_of_tbq4_are_unique(quick: bool) -> None:
-    names = [case.name for case in tbq4_decode.cases(quick)]
+@pytest.mark.parametrize("rows", [decode, tbq4_decode])
+def test_rows_of_attention_are_unique(rows: ModuleType, quick: bool) -> None:
+    names = [case.name for case in rows.cases(quick)]
     assert len(names) == len(set(names)) > 10
 
 
@@ -179,6 +181,17 @@ def test_quick_run(mode: list[str], tmp_path: Path, capsys: pytest.CaptureFixtur
         assert all(0 < value < math.inf for value in row["host"].values())
         assert list(row["host"]) == ([] if row["name"] == "empty kernel" else list(row["seconds"]))
     assert "host" in capsys.readouterr().out
+
+
+@pytest.mark.cuda
+def test_quick_run_of_decode(tmp_path: Path) -> None:
+    only = "^decode 1 x 64 heads 32/8|16 queries|window|pages of 16"
+    assert main(["decode", "--quick", "--seconds", "0.01", "--only", only, "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("decode-*.json")
+    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    assert len(rows) == 4
+    assert all(row["ceiling"] > 0 for row in rows.values())
+    assert {"torch flash", "cuDNN"} <= set(rows["decode 1 x 64 heads 32/8 D128"]["ratios"])
 
 
 @pytest.mark.cuda

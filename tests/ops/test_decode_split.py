@@ -57,6 +57,21 @@ def test_ragged_lengths(dim: int, group: int, q_len: int, kv_chunk: int) -> None
     check_16bit("decode", q, *cache, device="cuda", kv_chunk=kv_chunk, sinks=randn(kv_heads * group, seed=5))
 
 
+@pytest.mark.parametrize("length", [0, 1, 17, 1000, 4096])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "dim", "q_len"),
+    [(8, 4, 128, 1), (1, 16, 64, 3), (3, 6, 256, 1), (33, 1, 128, 2), (2, 12, 80, 5)],
+)
+def test_one_sequence(length: int, kv_heads: int, group: int, dim: int, q_len: int) -> None:
+    """Few items: clusters of 16, 8, 4 and fewer blocks where the GPU has them, one launch each."""
+    cache = make_cache((length,), kv_heads=kv_heads, dim=dim)
+    q = randn(1, q_len, kv_heads * group, dim, dtype=torch.bfloat16)
+    check_16bit("decode", q, *cache, device="cuda", sinks=randn(kv_heads * group, seed=5))
+    if length > 1:
+        start = torch.tensor([length // 3])
+        check_16bit("decode", q, *cache, None, start, device="cuda", window_left=length // 2)
+
+
 @pytest.mark.parametrize("page_size", [64, 1])
 def test_more_sequences_than_ctas(page_size: int) -> None:
     lengths = tuple(int(n) for n in torch.randint(0, 700, (400,), generator=torch.Generator().manual_seed(0)))

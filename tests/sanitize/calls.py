@@ -153,7 +153,7 @@ def prefill_varlen() -> Iterator[Call]:
 
 
 def decode() -> Iterator[Call]:
-    """A sequence of all its pages but one token, and a short one; long ones without a table."""
+    """A sequence of all its pages but one token, and a short one; long ones without a table, packed ones too."""
     for (q, k, v), page_size, chunk in product(_attention_inputs(), (1, 16, 50), (0, 256)):
         pages = k.shape[1] // page_size
         caches = [x[:, : pages * page_size].reshape(len(x) * pages, page_size, *x.shape[2:]) for x in (k, v)]
@@ -161,6 +161,7 @@ def decode() -> Iterator[Call]:
         yield (q, *caches, torch.tensor([pages * page_size - 1, 3][: len(q)]), table), {"kv_chunk": chunk}
     for (q, k, v), chunk in product(_few_queries(), (0, 512)):
         yield (q, k, v, torch.tensor([2999])), {"kv_chunk": chunk}
+        yield (q[0], k, v, torch.tensor([2999]), None, torch.tensor([0, q.shape[1]])), {"kv_chunk": chunk}
 
 
 def tbq4_attention() -> Iterator[Call]:

@@ -1,8 +1,10 @@
 // From a row's state and sums over all its keys to out and lse. Sinks come in here, once.
 #pragma once
 #include "core/half.h"
-#include "cuda/finish_rows.cuh"
+#include "cuda/finish_row.cuh"
+#include "cuda/ptx/mma.cuh"
 #include "cuda/vector.cuh"
+#include "params.h"
 
 namespace flashq::cuda {
 

@@ -4,33 +4,60 @@
 
 #include "cuda/decode/kernel.cuh"
 #include "cuda/decode/launch.h"
+#include "cuda/opt_in.h"
 
 namespace flashq::cuda {
 
-template <class T, int kDim, int kTiles>
-Status launch_decode_kernel(const DecodeLaunch& how, const DecodeParams& p, const Launch& launch) {
-  const auto kernel = decode_kernel<T, kDim, kTiles>;
-  // Devices on which the kernel may use its shared memory, so that a launch costs one call. The most it ever asks for
-  // is what its first launch there allows.
-  static std::atomic<uint64_t> prepared{0};
-  const uint64_t bit = launch.device < 64 ? uint64_t{1} << launch.device : 0;
-  if (!(prepared.load(std::memory_order_relaxed) & bit)) {
-    Device device{};
-    if (const Status status = describe_device(launch.device, device); !status.ok()) return status;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(device.shared_bytes));
-    prepared.fetch_or(bit, std::memory_order_relaxed);
+// How many clusters of more CTAs than every GPU can hold run at a time; 0 where they cannot.
+template <auto kKernel> int count_clusters(const cudaLaunchConfig_t& config, int32_t device) {
+  static std::atomic<int> known[64];  // plus one
+  std::atomic<int> none{0}, &answer = device < 64 ? known[device] : none;
+  if (answer.load(std::memory_order_relaxed) == 0) {
+    int clusters = 0;
+    if (cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) ||
+        cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config)) {
+      clusters = 0;
+      (void)cudaGetLastError();
+    }
+    answer.store(clusters + 1, std::memory_order_relaxed);
   }
-  kernel<<<static_cast<unsigned>(how.ctas), static_cast<unsigned>(how.warps * 32),
-           static_cast<size_t>(how.shared_bytes), static_cast<cudaStream_t>(launch.stream)>>>(p);
+  return answer.load(std::memory_order_relaxed) - 1;
+}
+
+template <class T, int kDim, int kTiles, int kDepth>
+Status launch_decode_kernel(const DecodeLaunch& how, DecodeParams p, const Launch& launch) {
+  constexpr auto kKernel = decode_kernel<T, kDim, kTiles, kDepth>;
+  Device device{};
+  if (const Status status = describe_device(launch.device, device); !status.ok()) return status;
+  opt_in<kKernel>(launch.device, static_cast<int>(device.shared_bytes));  // launch_status() reports a failure
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(how.cluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(how.ctas));
+  config.blockDim = dim3(static_cast<unsigned>(how.warps * 32));
+  config.dynamicSmemBytes = static_cast<size_t>(how.shared_bytes);
+  config.stream = static_cast<cudaStream_t>(launch.stream);
+  config.attrs = &attribute;
+  config.numAttrs = how.cluster > 1 ? 1 : 0;
+  if (how.cluster > kPortableCluster && count_clusters<kKernel>(config, launch.device) * how.cluster < how.ctas) {
+    config.gridDim.x = config.gridDim.x / static_cast<unsigned>(how.cluster) * kPortableCluster;
+    attribute.val.clusterDim.x = kPortableCluster;
+    p.cluster_ctas = kPortableCluster;
+    p.cluster_shift = 3;
+  }
+  cudaLaunchKernelEx(&config, kKernel, p);
   return launch_status();
 }
 
 template <class T> Status launch_decode(const DecodeLaunch& how, const DecodeParams& p, const Launch& launch) {
-  using Kernel = Status (*)(const DecodeLaunch&, const DecodeParams&, const Launch&);
-  static constexpr Kernel kKernels[][2] = {{launch_decode_kernel<T, 64, 1>, launch_decode_kernel<T, 64, 2>},
-                                           {launch_decode_kernel<T, 128, 1>, launch_decode_kernel<T, 128, 2>},
-                                           {launch_decode_kernel<T, 256, 1>, launch_decode_kernel<T, 256, 2>}};
-  return kKernels[how.dim][kDecodeTiles[how.shape] - 1](how, p, launch);
+  using Kernel = Status (*)(const DecodeLaunch&, DecodeParams, const Launch&);
+  // Teams of several warps compute two groups of tokens at a time, where registers allow it.
+  static constexpr Kernel kKernels[][3] = {
+      {launch_decode_kernel<T, 64, 1, 1>, launch_decode_kernel<T, 64, 2, 1>, launch_decode_kernel<T, 64, 2, 2>},
+      {launch_decode_kernel<T, 128, 1, 1>, launch_decode_kernel<T, 128, 2, 1>, launch_decode_kernel<T, 128, 2, 2>},
+      {launch_decode_kernel<T, 256, 1, 1>, launch_decode_kernel<T, 256, 2, 1>, launch_decode_kernel<T, 256, 2, 1>}};
+  return kKernels[how.dim][min_of(how.shape, 2)](how, p, launch);
 }
 
 }  // namespace flashq::cuda

@@ -1,5 +1,5 @@
 // Keys and values on their way into shared memory: every team of warps has a ring of tiles and fills it ahead of its
-// arithmetic, across the ends of segments, so the memory never waits for a merge.
+// arithmetic, across the ends of segments, so the memory never waits for a result to be written.
 //
 // A tile is 16 tokens for each warp of the team, rows of K, then of V (SharedTile). Tokens that no row of the item
 // sees are not read; their V becomes zeros, because a weight of 0 times whatever lies there could be NaN.
@@ -11,27 +11,6 @@ namespace flashq::cuda {
 
 inline constexpr int kGroup = 16, kGroupShift = 4;  // tokens: the depth of one product
 
-// What the rows of a segment's item are, and which keys they see within the segment.
-struct ItemRows {
-  int kv_head, first_row, first_query, last_query, rows;
-  int begin, end;  // the keys; none: both 0
-
-  __device__ __forceinline__ ItemRows(const AttentionParams& p, const SplitConfig& c, const Segment& s) {
-    const PlannedSequence& sequence = s.sequence;
-    const int block_rows = static_cast<int>(c.block_rows.value);
-    kv_head = sequence.row_blocks == 1 ? s.item : divide_down(s.item, sequence.row_blocks);
-    first_row = (s.item - kv_head * sequence.row_blocks) * block_rows;
-    rows = min_of(block_rows, sequence.q_len * c.group_size() - first_row);
-    first_query = c.group.quotient(first_row);
-    last_query = c.group.quotient(first_row + rows - 1);
-    const int64_t first_unit = sequence.first_unit + s.lo, end_unit = sequence.first_unit + s.hi;
-    const KeyRange seen = intersect(sequence.mask(p.score).visible(first_query, last_query),
-                                    {first_unit * c.unit.value, end_unit * c.unit.value});
-    begin = seen.empty() ? 0 : static_cast<int>(seen.begin);
-    end = seen.empty() ? 0 : static_cast<int>(seen.end);
-  }
-};
-
 // Lane 0 writes what all lanes of the warp computed alike; all of them read it in shared memory.
 template <class X> __device__ __forceinline__ void publish(X& to, const X& x) {
   __syncwarp();
@@ -39,42 +18,39 @@ template <class X> __device__ __forceinline__ void publish(X& to, const X& x) {
   __syncwarp();
 }
 
-// The segment that a warp is loading. In shared memory, because the main loop is short of registers.
-struct LoadedSegment {
-  Segment segment;
-  int kv_head;
-  int begin, end;  // keys that are read
-  int origin;      // token where the first tile starts
-};
-
 template <int kDim> class KeyStream {
  public:
   static constexpr int kRowBytes = kDim * 2;
   static constexpr int kGroupBytes = kGroup * kRowBytes;  // of K or of V, for each warp of a team
 
-  // state.segment is the first segment.
-  __device__ __forceinline__ KeyStream(const DecodeParams& p, LoadedSegment& state)
-      : state_(state), warp_(static_cast<int>(threadIdx.x) / 32 & (p.team_warps - 1)) {}
+  // `segment`: the first one, in shared memory because the main loop is short of registers; `item`: its rows.
+  __device__ __forceinline__ KeyStream(const DecodeParams& p, Segment& segment, const ItemRows& item)
+      : segment_(segment),
+        item_(item),
+        warp_tokens_((static_cast<int>(threadIdx.x) / 32 & (p.team_warps - 1)) * kGroup) {}
 
   // Starts the copy of the team's next tile to `tile`; `found` receives one bit for each of this warp's 16 tokens that
   // has a page. Past the last tile it only ends a group of copies.
   __device__ __forceinline__ void load_next(const DecodeParams& p, uint32_t tile, uint32_t* found) {
 #pragma unroll 1
-    while (tile_ >= tiles_ && given_) {
-      if (!first_) publish(state_.segment, next_segment(p.call, p.split, state_.segment));
-      first_ = false;
-      enter(p);
+    while (first_ >= end_ && given_) {
+      if (!entered_) {
+        entered_ = true;
+        enter(p, item_);
+      } else {
+        publish(segment_, next_segment(p.call, p.split, segment_));
+        given_ = segment_.given();
+        if (given_) enter(p, ItemRows(p.call, p.split, segment_));
+      }
     }
     if (given_) {
-      const int first = state_.origin + (tile_ * p.team_warps + warp_) * kGroup;
-      const uint32_t to = tile + warp_ * kGroupBytes;
-      if (p.whole_groups && p.wide_kv) {
-        copy_group(p, first, to, found);
-      } else {
-        copy_scattered(p, first, to, found);
-      }
-      tile_ += teams(p);
-      if (tile_ < tiles_) look_up(p);
+      const uint32_t to = tile + warp_tokens_ * kRowBytes;
+      if (p.whole_groups && p.wide_kv)
+        copy_group(p, to, found);
+      else
+        copy_scattered(p, to, found);
+      first_ += kGroup * p.team_warps;
+      if (first_ < end_) look_up(p);
     }
     ptx::cp_async_commit();
   }
@@ -82,37 +58,40 @@ template <int kDim> class KeyStream {
  private:
   static constexpr int kChunks = kDim / 8, kStep = 32 / kChunks;  // of a row; rows of one instruction
 
-  static __device__ __forceinline__ int teams(const DecodeParams& p) {
-    return static_cast<int>(blockDim.x) / 32 >> p.team_shift;
+  __device__ __forceinline__ void enter(const DecodeParams& p, const ItemRows& rows) {
+    batch_ = segment_.sequence.batch;
+    begin_ = rows.begin;
+    end_ = rows.end;
+    first_ = rows.begin & -(kGroup * p.team_warps);
+    const KvView& kv = p.call.kv;
+    const int lane = static_cast<int>(threadIdx.x) % 32, row = lane / kChunks, chunk = lane % kChunks;
+    int64_t page = 0, slot = row;
+    if (in_place(p)) {
+      page = batch_;
+      slot += first_ + warp_tokens_;
+    }
+    k_ = place(kv.k, kv.k_stride, page, slot, rows.kv_head, chunk);
+    v_ = place(kv.v, kv.v_stride, page, slot, rows.kv_head, chunk);
+    page_ = batch_;
+    if (first_ < end_) look_up(p);
   }
 
-  __device__ __forceinline__ void enter(const DecodeParams& p) {
-    given_ = state_.segment.given();
-    tile_ = static_cast<int>(threadIdx.x) / 32 >> p.team_shift;
-    tiles_ = 0;
-    if (!given_) return;
-    const ItemRows rows(p.call, p.split, state_.segment);
-    const int tokens = kGroup * p.team_warps, origin = rows.begin & -tokens;
-    if (threadIdx.x % 32 == 0) {
-      state_.kv_head = rows.kv_head;
-      state_.begin = rows.begin;
-      state_.end = rows.end;
-      state_.origin = origin;
-    }
-    __syncwarp();
-    tiles_ = (rows.end - origin + tokens - 1) >> (kGroupShift + p.team_shift);
-    if (tile_ < tiles_) look_up(p);
+  // Whether k_ and v_ simply go on from tile to tile.
+  static __device__ __forceinline__ bool in_place(const DecodeParams& p) {
+    return !p.call.kv.block_table.given() && p.wide_kv;
+  }
+  static __device__ __forceinline__ const char* place(const void* base, const int64_t (&stride)[3], int64_t page,
+                                                      int64_t slot, int kv_head, int chunk) {
+    return static_cast<const char*>(base) + 2 * (page * stride[0] + slot * stride[1] + kv_head * stride[2] + chunk * 8);
   }
 
   // The page of this lane's token of the next tile, or of all 16 tokens. The table is read where a token is seen only.
   __device__ __forceinline__ void look_up(const DecodeParams& p) {
     const KvView& kv = p.call.kv;
-    page_ = state_.segment.sequence.batch;
     if (!kv.block_table.given()) return;
-    const int token = state_.origin + (tile_ * p.team_warps + warp_) * kGroup +
-                      (p.whole_groups ? 0 : static_cast<int>(threadIdx.x) % kGroup);
-    const int seen = max_of(state_.begin, min_of(token, state_.end - 1));
-    page_ = kv.block_table(state_.segment.sequence.batch, p.page_size.quotient(seen));
+    const int token = first_ + warp_tokens_ + (p.whole_groups ? 0 : static_cast<int>(threadIdx.x) % kGroup);
+    const int seen = max_of(begin_, min_of(token, end_ - 1));
+    page_ = kv.block_table(batch_, p.page_size.quotient(seen));
     if (page_ < 0 || page_ >= kv.num_pages) page_ = -1;
   }
   __device__ __forceinline__ int slot_of(const DecodeParams& p, int token) const {
@@ -121,66 +100,83 @@ template <int kDim> class KeyStream {
   }
 
   // 16 tokens of one page, rows that 16-byte loads can read.
-  __device__ __forceinline__ void copy_group(const DecodeParams& p, int first, uint32_t to, uint32_t* found) {
+  __device__ __forceinline__ void copy_group(const DecodeParams& p, uint32_t to, uint32_t* found) {
     const KvView& kv = p.call.kv;
     const int lane = static_cast<int>(threadIdx.x) % 32, row = lane / kChunks, chunk = lane % kChunks;
-    const int begin = state_.begin - first, end = page_ < 0 ? 0 : state_.end - first;
-    if (lane == 0) *found = page_ < 0 ? 0 : 0xffff;
-    if (chunk * 8 >= p.call.query.head_dim) return;
-    const int64_t page = max_of<int64_t>(page_, 0), slot = slot_of(p, first) + row;
-    const char* k = static_cast<const char*>(kv.k) + 2 * (page * kv.k_stride[0] + slot * kv.k_stride[1] +
-                                                          int64_t{state_.kv_head} * kv.k_stride[2] + chunk * 8);
-    const char* v = static_cast<const char*>(kv.v) + 2 * (page * kv.v_stride[0] + slot * kv.v_stride[1] +
-                                                          int64_t{state_.kv_head} * kv.v_stride[2] + chunk * 8);
-    const uint32_t to_v = to + p.team_warps * kGroupBytes;
-    const int64_t k_step = 2 * kStep * kv.k_stride[1], v_step = 2 * kStep * kv.v_stride[1];
-#pragma unroll 8
-    for (int i = 0; i < kGroup / kStep; ++i) {
-      const bool wanted = row + i * kStep >= begin && row + i * kStep < end;
-      ptx::cp_async_16(to + SharedTile<kDim>::offset(row + i * kStep, chunk), k, wanted);
-      k += k_step;
+    const int first = first_ + warp_tokens_;
+    const char *k = k_, *v = v_;
+    if (in_place(p)) {
+      k_ += p.k_tile_bytes;
+      v_ += p.v_tile_bytes;
+    } else {
+      const int64_t page = max_of<int64_t>(page_, 0), slot = slot_of(p, first);
+      k += 2 * (page * kv.k_stride[0] + slot * kv.k_stride[1]);
+      v += 2 * (page * kv.v_stride[0] + slot * kv.v_stride[1]);
     }
-#pragma unroll 8
-    for (int i = 0; i < kGroup / kStep; ++i) {
-      const bool wanted = row + i * kStep >= begin && row + i * kStep < end;
-      ptx::cp_async_16(to_v + SharedTile<kDim>::offset(row + i * kStep, chunk), v, wanted);
-      v += v_step;
+    if (lane == 0) *found = page_ < 0 ? 0 : 0xffff;
+    if (chunk * 8 >= static_cast<int>(p.call.query.head_dim)) return;
+    const uint32_t to_v = to + p.team_warps * kGroupBytes;
+    if (first >= begin_ && first + kGroup <= end_ && page_ >= 0) {
+      copy_whole(to, k, p.k_row_bytes);
+      copy_whole(to_v, v, p.v_row_bytes);
+      return;
+    }
+    const int begin = begin_ - first, end = page_ < 0 ? 0 : end_ - first;
+#pragma unroll 1
+    for (int i = row; i < kGroup; i += kStep) {
+      const uint32_t at = SharedTile<kDim>::offset(i, chunk);
+      ptx::cp_async_16(to + at, k + int64_t{i - row} * p.k_row_bytes, i >= begin && i < end);
+      ptx::cp_async_16(to_v + at, v + int64_t{i - row} * p.v_row_bytes, i >= begin && i < end);
+    }
+  }
+
+  static __device__ __forceinline__ void copy_whole(uint32_t to, const char* from, int row_bytes) {
+    constexpr int kRows = 8 / kStep;  // of this lane, until the exchange of chunks repeats
+    const int lane = static_cast<int>(threadIdx.x) % 32, row = lane / kChunks, chunk = lane % kChunks;
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) {
+      const uint32_t at = to + SharedTile<kDim>::offset(row + j * kStep, chunk);
+#pragma unroll
+      for (int i = 0; i < kGroup / 8; ++i)
+        ptx::cp_async_16(at + i * 8 * kRowBytes, from + int64_t{(8 * i + j * kStep) * row_bytes}, true);
     }
   }
 
   // 16 tokens wherever they are.
-  __device__ __forceinline__ void copy_scattered(const DecodeParams& p, int first, uint32_t to, uint32_t* found) {
+  __device__ __forceinline__ void copy_scattered(const DecodeParams& p, uint32_t to, uint32_t* found) {
     const KvView& kv = p.call.kv;
-    const int lane = static_cast<int>(threadIdx.x) % 32, chunk = lane % kChunks;
-    const int token = first + lane % kGroup;  // whose place this lane finds
-    const bool there = token >= state_.begin && token < state_.end && page_ >= 0;
+    const int lane = static_cast<int>(threadIdx.x) % 32, row = lane / kChunks, chunk = lane % kChunks;
+    const int token = first_ + warp_tokens_ + lane % kGroup;  // whose place this lane finds
+    const bool there = token >= begin_ && token < end_ && page_ >= 0;
     const int64_t slot = slot_of(p, token), page = max_of<int64_t>(page_, 0);
-    const int64_t k = page * kv.k_stride[0] + slot * kv.k_stride[1] + int64_t{state_.kv_head} * kv.k_stride[2];
-    const int64_t v = page * kv.v_stride[0] + slot * kv.v_stride[1] + int64_t{state_.kv_head} * kv.v_stride[2];
+    const int64_t k = 2 * (page * kv.k_stride[0] + slot * kv.k_stride[1]);
+    const int64_t v = 2 * (page * kv.v_stride[0] + slot * kv.v_stride[1]);
     const unsigned all = __ballot_sync(~0u, there);
     if (lane == 0) *found = all & 0xffff;
 #pragma unroll 1
-    for (int i = lane / kChunks; i < kGroup; i += kStep) {
-      const int64_t from_k = __shfl_sync(~0u, k, i), from_v = __shfl_sync(~0u, v, i);
+    for (int i = row; i < kGroup; i += kStep) {
+      const char* from_k = k_ - 2 * row * kv.k_stride[1] + __shfl_sync(~0u, k, i);
+      const char* from_v = v_ - 2 * row * kv.v_stride[1] + __shfl_sync(~0u, v, i);
       if (chunk * 8 >= p.call.query.head_dim) continue;
       const uint32_t at = to + SharedTile<kDim>::offset(i, chunk);
-      const auto* k_chunk = static_cast<const uint16_t*>(kv.k) + from_k + chunk * 8;
-      const auto* v_chunk = static_cast<const uint16_t*>(kv.v) + from_v + chunk * 8;
       if (p.wide_kv) {
-        ptx::cp_async_16(at, k_chunk, all >> i & 1);
-        ptx::cp_async_16(at + p.team_warps * kGroupBytes, v_chunk, all >> i & 1);
+        ptx::cp_async_16(at, from_k, all >> i & 1);
+        ptx::cp_async_16(at + p.team_warps * kGroupBytes, from_v, all >> i & 1);
       } else {
-        copy_chunk_narrow(at, k_chunk, all >> i & 1);
-        copy_chunk_narrow(at + p.team_warps * kGroupBytes, v_chunk, all >> i & 1);
+        copy_chunk_narrow(at, from_k, all >> i & 1);
+        copy_chunk_narrow(at + p.team_warps * kGroupBytes, from_v, all >> i & 1);
       }
     }
   }
 
-  LoadedSegment& state_;
-  bool first_ = true, given_ = true;  // no segment has been entered yet; there is one to load
-  int tile_ = 0, tiles_ = 0;          // the next tile of this team, and how many the segment has
-  int64_t page_ = 0;                  // -1: none
-  int warp_;                          // of its team
+  Segment& segment_;
+  const ItemRows& item_;
+  bool entered_ = false, given_ = true;     // a segment has been entered; there is one to load
+  int warp_tokens_;                         // where this warp's tokens of a tile start
+  int batch_ = 0, begin_ = 0, end_ = 0;     // of the segment; its keys that are read
+  int first_ = 0;                           // token of the team's next tile
+  int64_t page_ = 0;                        // of that tile; -1: none
+  const char *k_ = nullptr, *v_ = nullptr;  // this lane's chunk of its first row: of the next tile, or of page 0
 };
 
 }  // namespace flashq::cuda

@@ -9,15 +9,19 @@ namespace flashq::cuda {
 
 inline constexpr int kDecodeDims[] = {64, 128, 256};     // head dims of the kernels; others use the next larger
 inline constexpr int kDecodeRows[] = {8, 16, 32, 64};    // rows of an item
-inline constexpr int kDecodeTiles[] = {1, 1, 2, 2};      // of 8 rows, for each warp: two only in teams
-inline constexpr int kDecodeTeamShift[] = {0, 1, 1, 2};  // logarithm of the warps that divide them
+inline constexpr int kDecodeTiles[] = {1, 2, 2, 2};      // of 8 rows, for each warp
+inline constexpr int kDecodeTeamShift[] = {0, 0, 1, 2};  // logarithm of the warps that divide them
 inline constexpr int kDecodeShapes = 4;
+inline constexpr int kMaxCluster = 16, kPortableCluster = 8;
 
 struct DecodeLaunch {
-  int dim, shape;  // indices of kDecodeDims and kDecodeRows
-  int warps;
-  int64_t shared_bytes;
-  int ctas;
+  int dim = 0, shape = 0;  // indices of kDecodeDims and kDecodeRows
+  int warps = 0, stages = 0;
+  int64_t shared_bytes = 0;
+  int ctas = 0;
+  int cluster = 0;  // CTAs of a cluster; 0: none
+
+  int teams() const { return ctas * (warps >> kDecodeTeamShift[shape]); }
 };
 
 // Bytes of shared memory that a kernel takes.

@@ -2,12 +2,17 @@
 #pragma once
 #include "backend.h"
 #include "cuda/decode/partials.cuh"
+#include "cuda/decode/plan.cuh"
 
 namespace flashq::cuda {
 
-// Runs behind a kernel of `ctas` CTAs that wrote the partials; `rows` is how many an item has at most. From compute
-// capability 9.0 on its blocks start while that kernel ends (programmatic dependent launch).
-void launch_merge_partials(const AttentionParams& p, const Partials& partials, int64_t ctas, int64_t rows,
+// Whether a device runs the code for compute capability 9.0, which clusters and dependent launches need: PTX of 8.0 on
+// a newer GPU does not.
+[[nodiscard]] bool runs_code_of_90(int32_t device);
+
+// Runs behind a kernel that wrote partials by the plan of `split`. From compute capability 9.0 on its blocks start
+// while that kernel ends (programmatic dependent launch).
+void launch_merge_partials(const AttentionParams& p, const SplitConfig& split, const Partials& partials,
                            const Launch& launch);
 
 }  // namespace flashq::cuda

@@ -1,33 +1,21 @@
-// Partial results of split-KV attention in the call's scratch, and how the merge finds them.
+// Partial results of split-KV attention in the call's scratch.
 #pragma once
 #include "core/softmax_state.h"
 #include "params.h"
 
 namespace flashq::cuda {
 
-// An item whose keys were split. Its partials, in split order, lie at slots `first`, `next`, next + step, ...
-struct SplitItem {
-  int32_t batch, token;  // of the sequence's first query token: in packed queries `token` counts all tokens
-  int32_t first_row;     // counted from that token: row r is head r % group of token r / group
-  int32_t kv_head, rows;
-  int32_t first, next, step, count;
-};
-
-// The items that start in a CTA and end in another one, or, where every unit is a split, that have several. The first
-// stands here, because it is mostly the only one, and the merge would wait for another read.
-struct ItemList {
-  int32_t count, more;  // the others: items[more + 1], items[more + 2], ...
-  SplitItem first;
-};
-
 // A slot is (block_rows, head_dim) sums o, not divided by anything, and (block_rows) states; max is in base 2.
+//
+// Where the plan's units are splits, unit u of an item has slot item_base + u. Else a worker has two slots: 2 * worker
+// for its first segment, and 2 * worker + 1 for its last, if that is another one. Items that one worker has whole need
+// none.
 struct Partials {
-  ItemList* lists;  // (CTAs)
-  SplitItem* items;
-  SoftmaxState<Binary>* states;
+  SoftmaxState<Binary>* states;  // null: nothing is split
   float* o;
   int32_t block_rows, head_dim;
 
+  FLASHQ_HD bool given() const { return states != nullptr; }
   __device__ __forceinline__ SoftmaxState<Binary>& state(int slot, int row) const {
     return states[int64_t{slot} * block_rows + row];
   }

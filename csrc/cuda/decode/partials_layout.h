@@ -1,5 +1,5 @@
-// Where the partial results of split-KV attention lie in a call's scratch: at most two slots for each CTA, or with
-// kv_chunk one for each chunk of each item.
+// Where the partial results of split-KV attention lie in a call's scratch: at most two slots for each worker of the
+// plan, or with kv_chunk one for each chunk of each item.
 #pragma once
 #include <algorithm>
 
@@ -8,24 +8,24 @@
 
 namespace flashq::cuda {
 
-inline constexpr int64_t kMaxCtas = 256;  // more than any GPU has multiprocessors
+// Blocks that run at a time, one for each multiprocessor: GPUs have at most so many. The scratch is for as many,
+// because its size must not depend on the device.
+inline constexpr int64_t kMaxCtas = 192;
 
 // Whether items can have several partial results.
 inline bool splits(const SplitConfig& c) { return !c.unit_is_split || c.capacity > static_cast<int64_t>(c.unit.value); }
 
 struct PartialsLayout {
-  int64_t items, states, o, end;  // bytes from the scratch's start, where the lists are
+  int64_t o, end;  // bytes from the scratch's start, where the states are
 
   PartialsLayout(const AttentionParams& p, const SplitConfig& c) {
     constexpr double kMost = 0x1p50;  // no allocator has it, and the sums below do not overflow
     const double bound = c.unit_is_split ? static_cast<double>(count_row_tiles(p.query, c.block_rows.value)) *
                                                static_cast<double>(p.query.kv_heads) *
                                                static_cast<double>(ceil_div(c.capacity, c.unit.value))
-                                         : 2.0 * kMaxCtas;
+                                         : 2.0 * c.workers;
     const auto slots = static_cast<int64_t>(std::min(bound, kMost));
-    items = round_up(kMaxCtas * static_cast<int64_t>(sizeof(ItemList)), 64);
-    states = round_up(items + slots * static_cast<int64_t>(sizeof(SplitItem)), 64);
-    o = round_up(states + slots * c.block_rows.value * static_cast<int64_t>(sizeof(SoftmaxState<Binary>)), 64);
+    o = round_up(slots * c.block_rows.value * static_cast<int64_t>(sizeof(SoftmaxState<Binary>)), 64);
     end = bound > kMost ? int64_t{1} << 60 : o + slots * c.block_rows.value * p.query.head_dim * 4;
   }
 };
@@ -33,12 +33,9 @@ struct PartialsLayout {
 // Nothing where nothing is split.
 inline Partials place_partials(const AttentionParams& p, const SplitConfig& c) {
   if (!splits(c)) return {};
-  const PartialsLayout at(p, c);
   auto* base = static_cast<char*>(p.scratch);
-  return {.lists = reinterpret_cast<ItemList*>(base),
-          .items = reinterpret_cast<SplitItem*>(base + at.items),
-          .states = reinterpret_cast<SoftmaxState<Binary>*>(base + at.states),
-          .o = reinterpret_cast<float*>(base + at.o),
+  return {.states = reinterpret_cast<SoftmaxState<Binary>*>(base),
+          .o = reinterpret_cast<float*>(base + PartialsLayout(p, c).o),
           .block_rows = static_cast<int32_t>(c.block_rows.value),
           .head_dim = static_cast<int32_t>(p.query.head_dim)};
 }

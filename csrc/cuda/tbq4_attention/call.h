@@ -21,7 +21,7 @@ struct CodeParams {
   AttentionTbq4Params call;
   SplitConfig split;
   ScoreRule rule;
-  Partials partials;  // lists null: nothing is split
+  Partials partials;
   SharedPlan at;
   Divisor page_size, exact_page_size;
   int32_t stages;     // of each warp's ring

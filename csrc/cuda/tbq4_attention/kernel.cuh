@@ -34,16 +34,11 @@ template <int D, int kTiles> class CodeKernel {
 
   __device__ __forceinline__ void run() {
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-    const auto cta = static_cast<int>(blockIdx.x);
     fill_tables(shared_, reinterpret_cast<uint32_t*>(shared_ + at_.rest_table));
-    CtaShare share{};
-    const Segment first = plan_cta(p_.call, p_.split, share, [&](int batch, int token, bool padding) {
-      write_blind_token(p_.call, batch, token, padding);
-    });
-    if (!first.given()) {
-      if (p_.partials.lists && threadIdx.x == 0) p_.partials.lists[cta].count = 0;
-      return;
-    }
+    const Segment first =
+        plan_worker(p_.call, p_.split, static_cast<int>(blockIdx.x),
+                    [&](int batch, int token, bool padding) { write_blind_token(p_.call, batch, token, padding); });
+    if (!first.given()) return;
     if (lane == 0) mine_.segment = mine_.loaded.segment = first;
     __syncwarp();
     const int ring = warp * p_.stages;
@@ -51,7 +46,6 @@ template <int D, int kTiles> class CodeKernel {
     int load_stage = 0, stage = 0;
     for (; load_stage < p_.stages - 1; ++load_stage) stream.load_next(p_, load_stage);
 
-    int split_items = 0;
     for (bool first_segment = true; mine_.segment.given(); first_segment = false) {
       begin_segment();
       uint32_t query[kTiles][kQueryWords];
@@ -72,11 +66,7 @@ template <int D, int kTiles> class CodeKernel {
         attend_tile(tile, ring + stage, stream.complete(stage), query, factor, state, acc);
         stage = stage + 1 == p_.stages ? 0 : stage + 1;
       }
-      end_segment(share, first_segment, split_items, state, acc);
-    }
-    if (p_.partials.lists && threadIdx.x == 0) {
-      p_.partials.lists[cta].count = split_items;
-      p_.partials.lists[cta].more = more_items(share);
+      end_segment(first_segment, state, acc);
     }
   }
 
@@ -312,14 +302,9 @@ template <int D, int kTiles> class CodeKernel {
     return hidden;
   }
 
-  __device__ __forceinline__ int more_items(const CtaShare& share) const {
-    const auto cta = static_cast<int>(blockIdx.x);
-    return p_.split.unit_is_split ? share.begin(cta) : 2 * cta;
-  }
-
   // Merges the warps' results with those of exact tokens, writes them out, and goes on to the next segment.
-  __device__ __forceinline__ void end_segment(const CtaShare& share, bool first_segment, int& split_items,
-                                              LaneStates<kTiles>& state, float (&acc)[kTiles][kAcc][4]) {
+  __device__ __forceinline__ void end_segment(bool first_segment, LaneStates<kTiles>& state,
+                                              float (&acc)[kTiles][kAcc][4]) {
     const Segment& segment = mine_.segment;
     const ItemRows& item = mine_.item;
     const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -371,24 +356,6 @@ template <int D, int kTiles> class CodeKernel {
       }
       __syncthreads();
       merge_parked<D, kTiles>(shared_, at_, p_.rows, false, finish);
-    }
-    if (!segment.whole() && segment.lo == 0) {  // the item starts here and goes on elsewhere
-      if (threadIdx.x == 0) {
-        const bool chunks = p_.split.unit_is_split;
-        const int units = segment.sequence.units, last = segment.item_base + units - 1;
-        ItemList& list = p_.partials.lists[cta];
-        SplitItem& to = split_items == 0 ? list.first : p_.partials.items[more_items(share) + split_items];
-        to = {.batch = segment.sequence.batch,
-              .token = segment.sequence.q_begin,
-              .first_row = item.first_row,
-              .kv_head = item.kv_head,
-              .rows = item.rows,
-              .first = slot,
-              .next = chunks ? slot + 1 : 2 * (cta + 1),
-              .step = chunks ? 1 : 2,
-              .count = chunks ? units : share.owner(last) - cta + 1};
-      }
-      ++split_items;
     }
     publish(mine_.segment, next_segment(p_.call, p_.split, segment));
   }

@@ -11,6 +11,14 @@ namespace flashq::cuda {
 // Of a row of the item: the keys that it sees within the segment, and from where on it reads them exactly.
 struct RowRange { int begin, end, recent; };
 
+// The segment that a warp is loading. In shared memory, because the main loop is short of registers.
+struct LoadedSegment {
+  Segment segment;
+  int kv_head;
+  int begin, end;  // keys that are read
+  int origin;      // token where the first tile starts
+};
+
 // What a warp loads and what it computes: the first runs ahead.
 struct CodeSegments {
   LoadedSegment loaded;
