@@ -71,8 +71,9 @@ def _prepare_codec(op: str, dtype: torch.dtype, tokens: int, heads: int, head_di
 
 
 def codec_cases(quick: bool) -> Iterator[Case[GpuSetup]]:
-    large = 256 if quick else 8192
-    shapes = [(dtype, large, 128) for dtype in (BF16, FP16, FP32)] + [(BF16, large, 64), (BF16, large, 256)]
+    large = 256 if quick else 8192  # of keys; with as many values, twice
+    shapes = [(dtype, tokens, 128) for dtype in (BF16, FP16, FP32) for tokens in (large, 2 * large)]
+    shapes += [(BF16, large, 64), (BF16, large, 256)]
     for op in ("tbq4_quantize", "tbq4_dequantize", "tbq4_rotate"):
         for dtype, tokens, head_dim in [*shapes, (BF16, 64, 128)]:
             name = f"{op} {NAMES[dtype]} {tokens} tokens heads {HEADS} D{head_dim}"
@@ -140,6 +141,52 @@ def append_cases(quick: bool) -> Iterator[Case[GpuSetup]]:
         yield Case("append", name, "GB/s", prepare)
 
 
+# --- page offsets -----------------------------------------------------------------------------------------------------
+
+
+def _prepare_page_offsets(sequences: int, tokens: int, earlier: int, head_dim: int) -> GpuSetup:
+    """Each of `sequences` gets `tokens` new keys after `earlier` ones in the cache."""
+    length = earlier + tokens
+    width = -(-length // PAGE_SIZE)
+    pages = sequences * width
+    opened = width - -(-earlier // PAGE_SIZE)  # pages of each sequence
+    decoded = min(earlier, tbq4.OFFSET_WINDOW) if opened and tokens < PAGE_SIZE else 0
+    written = 2.0 * head_dim * opened
+    read = decoded * _plane_bytes(head_dim) if decoded else opened and tokens * head_dim * 2.0
+    work = sequences * (HEADS * (read + written) + 24.0)
+
+    def contenders(index: int) -> dict[str, Call]:
+        k = _random(sequences * tokens, HEADS, head_dim, dtype=BF16, seed=2 * index)
+        codes, norms = torch.ops.flashq.tbq4_quantize(
+            _random(pages, HEADS, PAGE_SIZE, head_dim, dtype=BF16, seed=2 * index + 1)
+        )
+        offsets = torch.zeros(pages, HEADS, head_dim, device="cuda", dtype=FP16)
+        seqlens = torch.full((sequences,), length, device="cuda")
+        table = torch.randperm(pages, device="cuda").view(sequences, width)
+        ends = torch.arange(sequences + 1, device="cuda") * tokens
+        return {
+            "flashq": lambda: torch.ops.flashq.tbq4_page_offsets_(k, codes, norms, offsets, seqlens, table, ends),
+        }
+
+    return _setup(contenders, work)
+
+
+def page_offset_cases(quick: bool) -> Iterator[Case[GpuSetup]]:
+    """A prompt, a step that opens a page of every sequence, and a step that opens none."""
+    prompt = 256 if quick else 8192
+    for name, call in (
+        (f"{prompt} tokens", (1, prompt, 0)),
+        ("64 sequences 1 token opening a page", (64, 1, 512)),
+        ("64 sequences 1 token opening none", (64, 1, 520)),
+    ):
+        yield Case(
+            "page offsets",
+            f"tbq4_page_offsets_ bf16 {name} heads {HEADS} D128",
+            "GB/s",
+            partial(_prepare_page_offsets, *call, 128),
+        )
+
+
 # --- merge ------------------------------------------------------------------------------------------------------------
 
 
@@ -170,4 +217,10 @@ def merge_cases(quick: bool) -> Iterator[Case[GpuSetup]]:
 
 def cases(quick: bool = False) -> list[Case[GpuSetup]]:
     """Every row, in the order of the report."""
-    return [*overhead_cases(), *codec_cases(quick), *append_cases(quick), *merge_cases(quick)]
+    return [
+        *overhead_cases(),
+        *codec_cases(quick),
+        *append_cases(quick),
+        *page_offset_cases(quick),
+        *merge_cases(quick),
+    ]

@@ -19,11 +19,29 @@ struct Half {
   uint16_t* norms;
 };
 
+// One index a token, which kernels can copy to shared memory.
+struct Slots {
+  IndexView view;
+
+  __device__ __forceinline__ int64_t operator()(int64_t token) const { return view(token); }
+  __device__ __forceinline__ void start_copy(int64_t token, int64_t* to) const {
+    const int64_t at = token * view.stride[0];
+    if (view.is_int64)
+      ptx::cp_async_8(to, static_cast<const int64_t*>(view.data) + at);
+    else
+      ptx::cp_async_4(to, static_cast<const int32_t*>(view.data) + at);
+  }
+  // From what the copy wrote.
+  __device__ __forceinline__ int64_t copied(int64_t bits) const {
+    return view.is_int64 ? bits : static_cast<int32_t>(bits);
+  }
+};
+
 struct AppendParams {
   Half halves[2];
   const uint16_t* k_offsets;
   int64_t k_offsets_stride[2];
-  IndexView slots;
+  Slots slots;
   int64_t num_pages, kv_heads;
   WideDivisor page_size, token_blocks;  // blocks of a token: kv_heads * row_blocks
   int64_t blocks;                       // of each half
@@ -93,41 +111,40 @@ template <class T, int kWidth, bool kVector> __global__ void __launch_bounds__(B
   });
 }
 
-// For many tokens: all groups of keys, then all of values.
+// For many tokens: all groups of keys, then all of values. A group is one block of neighbouring tokens.
 template <class T, int kBlockWidth, bool kOffsets> struct AppendJob : AppendParams {
   using Plan = BulkEncodePlan<T, kBlockWidth>;
   static constexpr bool kHasOffsets = kOffsets;
-  struct Target {
-    uint8_t* codes;
-    uint16_t* norm;
-  };
+  int64_t tokens;
   int groups, half_groups;
 
-  __device__ __forceinline__ int64_t index(int group, int lane) const {
-    return int64_t{group < half_groups ? group : group - half_groups} * 32 + lane;
+  __device__ __forceinline__ Block block_of(int group, int own) const {
+    Block block = block_at(*this, group < half_groups ? group : group - half_groups);
+    block.token = block.token * Plan::kBlocks + own;
+    return block;
   }
   __device__ __forceinline__ const Half& half(int group) const { return halves[group < half_groups ? 0 : 1]; }
 
-  __device__ __forceinline__ const void* source(int group, int lane) const {
-    const int64_t at = index(group, lane);
-    return at < blocks ? source_of<T, kBlockWidth>(half(group), block_at(*this, at)) : nullptr;
+  __device__ __forceinline__ const void* source(int group, int own) const {
+    const Block block = block_of(group, own);
+    return block.token < tokens ? source_of<T, kBlockWidth>(half(group), block) : nullptr;
   }
-  // Reads the slot when it is needed: there are no registers to keep it in.
-  __device__ __forceinline__ Target target(int group, int lane) const {
-    const int64_t from = index(group, lane);
-    if (from >= blocks) return {nullptr, nullptr};
-    const Block block = block_at(*this, from);
-    const int64_t at = target_of(*this, block, slots(block.token));
-    if (at < 0) return {nullptr, nullptr};
-    return {half(group).codes + at * (kBlockWidth / 2), half(group).norms + at};
+  __device__ __forceinline__ void start_slot(int group, int own, int64_t* to) const {
+    const Block block = block_of(group, own);
+    if (block.token < tokens) slots.start_copy(block.token, to);
   }
-  __device__ __forceinline__ const uint16_t* offsets(int group, int lane) const {
-    const int64_t from = index(group, lane);
-    if (group >= half_groups || from >= blocks) return nullptr;
-    const Block block = block_at(*this, from);
-    const int64_t slot = slots(block.token);
-    if (slot < 0 || page_size.divide(slot).quotient >= num_pages) return nullptr;
-    return offset_of<kBlockWidth>(*this, block, slot);
+  __device__ __forceinline__ int64_t target(int group, int own, int64_t slot) const {
+    const Block block = block_of(group, own);
+    return block.token < tokens ? target_of(*this, block, slots.copied(slot)) : -1;
+  }
+  __device__ __forceinline__ uint8_t* codes(int group) const { return half(group).codes; }
+  __device__ __forceinline__ uint16_t* norms(int group) const { return half(group).norms; }
+  __device__ __forceinline__ const uint16_t* offsets(int group, int own, int64_t slot) const {
+    const Block block = block_of(group, own);
+    const int64_t at = slots.copied(slot);
+    if (group >= half_groups || block.token >= tokens || at < 0 || page_size.divide(at).quotient >= num_pages)
+      return nullptr;
+    return offset_of<kBlockWidth>(*this, block, at);
   }
 };
 
@@ -141,11 +158,14 @@ bool vectors_fit(const Tbq4AppendParams& p) {
 }
 
 // False: too few blocks, or no room.
-template <class T, int kWidth, bool kOffsets> bool append_in_bulk(const AppendParams& params, const Device& device,
-                                                                  const Launch& launch) {
+template <class T, int kWidth, bool kOffsets>
+bool append_in_bulk(const AppendParams& params, int64_t tokens, const Device& device, const Launch& launch) {
   using Job = AppendJob<T, kWidth, kOffsets>;
-  const int groups = bulk_groups(params.blocks, device);
-  return groups > 0 && launch_bulk<bulk_encode_kernel<Job>>(Job{params, 2 * groups, groups}, device, launch);
+  constexpr int kTokens = Job::Plan::kBlocks;
+  if (tokens < 4 * kTokens) return false;  // much of the last group may be missing
+  const int64_t padded = params.blocks / tokens * round_up(tokens, kTokens);
+  const int groups = bulk_groups(padded, kTokens, device);
+  return groups > 0 && launch_bulk<bulk_encode_kernel<Job>>(Job{params, tokens, 2 * groups, groups}, device, launch);
 }
 
 }  // namespace
@@ -161,7 +181,7 @@ Status tbq4_append(const Tbq4AppendParams& p, const Launch& launch) {
   params.k_offsets = p.k_offsets;
   params.k_offsets_stride[0] = p.k_offsets_stride[0];
   params.k_offsets_stride[1] = p.k_offsets_stride[1];
-  params.slots = s.slots;
+  params.slots = {s.slots};
   params.num_pages = p.page_size == 0 ? 0 : p.num_pages;  // pages of no slots: every slot is out of range
   params.kv_heads = s.kv_heads;
   params.page_size = WideDivisor(max_of<int64_t>(p.page_size, 1));
@@ -174,8 +194,8 @@ Status tbq4_append(const Tbq4AppendParams& p, const Launch& launch) {
       params.token_blocks = WideDivisor(s.kv_heads * params.row_blocks);
       params.blocks = s.tokens * s.kv_heads * params.row_blocks;
       if constexpr (aligned.value != 0) {
-        const bool done = params.k_offsets ? append_in_bulk<T, kWidth, true>(params, device, launch)
-                                           : append_in_bulk<T, kWidth, false>(params, device, launch);
+        const bool done = params.k_offsets ? append_in_bulk<T, kWidth, true>(params, s.tokens, device, launch)
+                                           : append_in_bulk<T, kWidth, false>(params, s.tokens, device, launch);
         if (done) return;
       }
       using Lanes = BlockLanes<kWidth>;

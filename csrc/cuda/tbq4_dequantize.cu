@@ -3,11 +3,12 @@
 
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
+#include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/dependent_launch.cuh"
+#include "cuda/tbq4/bulk_decode.cuh"
 #include "cuda/tbq4/bulk_launch.cuh"
-#include "cuda/tbq4/bulk_rows.cuh"
 #include "cuda/tbq4/lanes.cuh"
 #include "cuda/tbq4/rows.cuh"
-#include "cuda/tbq4/whole_block.cuh"
 
 namespace flashq::cuda {
 namespace {
@@ -21,8 +22,8 @@ struct DequantizeParams {
   template <int kWidth> __device__ __forceinline__ const uint8_t* codes_at(const BlockPlace& place) const {
     return codes.row<uint8_t>(place.row) + place.column / 2;
   }
-  template <int kWidth> __device__ __forceinline__ uint16_t norm_at(const BlockPlace& place) const {
-    return norms.row<uint16_t>(place.row)[place.column / kWidth];
+  template <int kWidth> __device__ __forceinline__ const uint16_t* norm_at(const BlockPlace& place) const {
+    return norms.row<uint16_t>(place.row) + place.column / kWidth;
   }
 };
 
@@ -38,7 +39,7 @@ template <class T, int kWidth, bool kVector> __global__ void __launch_bounds__(B
     if (block < p.blocks) {
       const BlockPlace place = place_of<kWidth>(block, p.row_blocks);
       codes = load_codes<kVector>(p.codes_at<kWidth>(place) + lanes.lane() * (kValues / 2));
-      norm = p.norm_at<kWidth>(place);
+      norm = *p.norm_at<kWidth>(place);
     }
     float x[kValues];
     lanes.decode(codes, norm, x);
@@ -47,83 +48,82 @@ template <class T, int kWidth, bool kVector> __global__ void __launch_bounds__(B
   });
 }
 
-template <class T, int kBlockWidth> struct BulkDecodePlan {
-  static constexpr int kWidth = kBlockWidth;
-  static constexpr int kRowBytes = kWidth * static_cast<int>(sizeof(typename T::Storage)), kRowStride = kRowBytes + 16;
-  static constexpr int kCodeBytes = kWidth / 2, kCodeStride = kCodeBytes + 16;
-  static constexpr int kMaxWarps = kWidth == 64 ? 16 : sizeof(typename T::Storage) == 4 ? 8 : 12;
-
-  // Shared memory: the table, then codes and rows of every warp.
-  static constexpr int kWarps = 256 * kTableRow, kWarpBytes = 32 * (kRowStride + kCodeStride);
-  static constexpr int shared_bytes(int warps) { return kWarps + warps * kWarpBytes; }
+template <int kBlockWidth> struct BulkDecodePlan {
+  static constexpr int kMaxWarps = kBlockWidth == 64 ? 24 : 16;
+  static constexpr int shared_bytes(int) { return kTableBytes; }
 };
 
-template <class T, int kWidth> struct DecodeJob : DequantizeParams {
-  using Plan = BulkDecodePlan<T, kWidth>;
-  int groups;  // of 32 blocks
+template <int kWidth> struct DecodeJob : DequantizeParams {
+  using Plan = BulkDecodePlan<kWidth>;
+  int groups;  // of what a warp decodes at a time
 };
 
-// For many blocks: a thread a block. Codes of the next group arrive in shared memory while this one is decoded; values
-// go back through shared memory, so that a warp stores whole rows.
-template <class T, int kWidth> __global__ void __launch_bounds__(32 * BulkDecodePlan<T, kWidth>::kMaxWarps, 1)
-    bulk_decode_kernel(const __grid_constant__ DecodeJob<T, kWidth> job) {
-  using Plan = BulkDecodePlan<T, kWidth>;
+// For many blocks.
+template <class T, int kWidth> __global__ void __launch_bounds__(32 * BulkDecodePlan<kWidth>::kMaxWarps, 1)
+    bulk_decode_kernel(const __grid_constant__ DecodeJob<kWidth> job) {
+  using Lanes = DecodeLanes<kWidth>;
   using Storage = typename T::Storage;
   constexpr int kPiece = kVectorBytes / static_cast<int>(sizeof(Storage));
   extern __shared__ __align__(1024) char shared[];
-  const int warp = static_cast<int>(threadIdx.x / 32);
-  char* const rows = shared + Plan::kWarps + warp * Plan::kWarpBytes;
-  char* const codes = rows + 32 * Plan::kRowStride;
-  const auto fetch = [&](int group) {
-    const int lane = ptx::fresh_lane();
-    const int64_t block = int64_t{group} * 32 + lane;
-    const char* from = nullptr;
-    uint16_t norm = 0;
-    if (block < job.blocks) {
-      const BlockPlace place = place_of<kWidth>(block, job.row_blocks);
-      from = reinterpret_cast<const char*>(job.template codes_at<kWidth>(place));
-      norm = job.template norm_at<kWidth>(place);
-    }
-    start_copies<Plan::kCodeBytes, Plan::kCodeStride>(codes, from, lane);
-    return norm;
-  };
-
-  const int step = static_cast<int>(gridDim.x * (blockDim.x / 32));
-  int group = static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) * warp;
-  uint16_t next = 0;
-  if (group < job.groups) next = fetch(group);
+  ptx::allow_dependents();
   fill_levels<kWidth>(shared);
-  __syncthreads();
+  const Lanes lanes;
+  ptx::wait_for_primary();
+
+  const int lane = static_cast<int>(threadIdx.x) % Lanes::kLanes;
+  const auto block_of = [&](int group) {
+    return int64_t{group} * Lanes::kBlocks + static_cast<int>(threadIdx.x) % 32 / Lanes::kLanes;
+  };
+  struct Source {
+    const uint8_t* codes;
+    const uint16_t* norm;
+  };
+  const auto source_of = [&](int group) -> Source {
+    const int64_t block = block_of(group);
+    if (block >= job.blocks) return {nullptr, nullptr};
+    const BlockPlace place = place_of<kWidth>(block, job.row_blocks);
+    return {job.template codes_at<kWidth>(place) + lane * (Lanes::kValues / 2), job.template norm_at<kWidth>(place)};
+  };
+  uint32_t codes[Lanes::kRuns];
+  uint16_t norm = 0;
+  const auto fetch = [&](int group) {
+    const Source source = source_of(group);
+    lanes.load_codes(source.codes, codes);
+    if (source.norm) norm = *source.norm;
+  };
+  // What is to be fetched next is on its way to the L2 already: one step is shorter than the way from memory.
+  const auto prefetch = [&](int group) {
+    const Source source = source_of(group);
+    if (!source.codes) return;
+    ptx::prefetch_l2(source.codes);
+    ptx::prefetch_l2(source.norm);
+  };
+  const int step = static_cast<int>(gridDim.x * (blockDim.x / 32));
+  int group = static_cast<int>(blockIdx.x + gridDim.x * (threadIdx.x / 32));
+  if (group < job.groups) fetch(group);
+  if (group + step < job.groups) prefetch(group + step);
+  __syncthreads();  // the table
 
   for (; group < job.groups; group += step) {
-    const uint16_t norm = next;
-    ptx::cp_async_wait<0>();
-    __syncwarp();
-    const int lane = ptx::fresh_lane();
-    uint32_t words[kWidth / 8];
+    float v[Lanes::kValues];
+    const uint16_t own_norm = norm;
+    uint32_t own_codes[Lanes::kRuns];
 #pragma unroll
-    for (int i = 0; i < kWidth / 8; i += 4) {
-      const auto four = load<Vector<uint32_t, 4>>(codes + lane * Plan::kCodeStride + 4 * i);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) words[i + j] = four.value[j];
-    }
-    __syncwarp();  // every lane holds its codes
-    if (group + step < job.groups) next = fetch(group + step);
+    for (int i = 0; i < Lanes::kRuns; ++i) own_codes[i] = codes[i];
+    if (group + step < job.groups) fetch(group + step);
+    if (group + 2 * step < job.groups) prefetch(group + 2 * step);
+    lanes.decode(own_codes, own_norm, shared, v);
 
-    float x[kWidth];
-    decode_whole<kWidth>(words, norm, shared, x);
+    const int64_t block = block_of(group);
+    if (block >= job.blocks) continue;
+    Storage* const to = static_cast<Storage*>(job.out) + block * kWidth;
 #pragma unroll
-    for (int i = 0; i < kWidth; i += kPiece) {
+    for (int i = 0; i < Lanes::kValues; i += kPiece) {
       Packed<T, kPiece> piece;
 #pragma unroll
-      for (int j = 0; j < kPiece; ++j) piece.set(j, x[i + j]);
-      store(rows + lane * Plan::kRowStride + i / kPiece * kVectorBytes, piece);
+      for (int j = 0; j < kPiece; ++j) piece.set(j, v[i + j]);
+      store_global(to + lanes.first_value(i / Lanes::kRun) + i % Lanes::kRun, piece);
     }
-    __syncwarp();
-    copy_out<Plan::kRowBytes, Plan::kRowStride>(
-        rows, static_cast<char*>(job.out) + int64_t{group} * 32 * Plan::kRowBytes, lane,
-        static_cast<int>(min_of<int64_t>(job.blocks - int64_t{group} * 32, 32)));
-    __syncwarp();  // before the next group's values
   }
 }
 
@@ -133,8 +133,8 @@ Status tbq4_dequantize(const Tbq4DequantizeParams& p, const Launch& launch) {
   Device device;
   if (const Status status = enter(launch, device); !status.ok()) return status;
   if (p.codes.rows == 0) return {};
-  const auto stream = static_cast<cudaStream_t>(launch.stream);
   const Rows codes(p.codes, 1), norms(p.norms, sizeof(uint16_t));
+  const auto stream = static_cast<cudaStream_t>(launch.stream);
   with_dtype(p.out_dtype, [&](auto t) {
     using T = decltype(t);
     with_width(p.codes.head_dim, codes.aligned(sizeof(uint32_t)), [&](auto width, auto aligned) {
@@ -142,8 +142,9 @@ Status tbq4_dequantize(const Tbq4DequantizeParams& p, const Launch& launch) {
       const int row_blocks = static_cast<int>(p.codes.head_dim) / kWidth;
       const DequantizeParams params{codes, norms, p.out, p.codes.rows * row_blocks, row_blocks};
       if constexpr (aligned.value != 0) {
-        const int groups = codes.aligned(kVectorBytes) ? bulk_groups(params.blocks, device) : 0;
-        const DecodeJob<T, kWidth> job{params, groups};
+        const int groups =
+            codes.aligned(2 * sizeof(uint32_t)) ? bulk_groups(params.blocks, DecodeLanes<kWidth>::kBlocks, device) : 0;
+        const DecodeJob<kWidth> job{params, groups};
         if (groups > 0 && launch_bulk<bulk_decode_kernel<T, kWidth>>(job, device, launch)) return;
       }
       using Lanes = BlockLanes<kWidth>;

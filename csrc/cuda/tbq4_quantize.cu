@@ -42,23 +42,21 @@ template <class T, int kWidth, bool kVector> __global__ void __launch_bounds__(B
 template <class T, int kBlockWidth> struct QuantizeJob : QuantizeParams {
   using Plan = BulkEncodePlan<T, kBlockWidth>;
   static constexpr bool kHasOffsets = false;
-  struct Target {
-    uint8_t* codes;
-    uint16_t* norm;
-  };
   int groups;
 
-  __device__ __forceinline__ const void* source(int group, int lane) const {
-    const int64_t block = int64_t{group} * 32 + lane;
+  __device__ __forceinline__ const void* source(int group, int own) const {
+    const int64_t block = int64_t{group} * Plan::kBlocks + own;
     if (block >= blocks) return nullptr;
     const BlockPlace place = place_of<kBlockWidth>(block, row_blocks);
     return x.template row<typename T::Storage>(place.row) + place.column;
   }
-  __device__ __forceinline__ Target target(int group, int lane) const {
-    const int64_t block = int64_t{group} * 32 + lane;
-    if (block >= blocks) return {nullptr, nullptr};
-    return {codes + block * (kBlockWidth / 2), norms + block};
+  __device__ __forceinline__ void start_slot(int, int, int64_t*) const {}
+  __device__ __forceinline__ int64_t target(int group, int own, int64_t) const {
+    const int64_t block = int64_t{group} * Plan::kBlocks + own;
+    return block < blocks ? block : -1;
   }
+  __device__ __forceinline__ uint8_t* codes(int) const { return QuantizeParams::codes; }
+  __device__ __forceinline__ uint16_t* norms(int) const { return QuantizeParams::norms; }
 };
 
 }  // namespace
@@ -77,7 +75,7 @@ Status tbq4_quantize(const Tbq4QuantizeParams& p, const Launch& launch) {
       const QuantizeParams params{rows, p.codes, p.norms, p.x.rows * row_blocks, row_blocks};
       if constexpr (aligned.value != 0) {
         using Job = QuantizeJob<T, kWidth>;
-        if (const int groups = bulk_groups(params.blocks, device);
+        if (const int groups = bulk_groups(params.blocks, Job::Plan::kBlocks, device);
             groups > 0 && launch_bulk<bulk_encode_kernel<Job>>(Job{params, groups}, device, launch))
           return;
       }

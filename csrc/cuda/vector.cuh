@@ -17,6 +17,16 @@ template <class Chunk> __device__ __forceinline__ void store(void* to, const Chu
   *static_cast<Chunk*>(to) = chunk;
 }
 
+// 16 bytes to global memory in one instruction: of an assignment the compiler may make four, for values that it works
+// out one by one.
+template <class Chunk> __device__ __forceinline__ void store_global(void* to, const Chunk& chunk) {
+  static_assert(sizeof(Chunk) == kVectorBytes);
+  const auto words = __builtin_bit_cast(uint4, chunk);
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(words.x),
+               "r"(words.y), "r"(words.z), "r"(words.w)
+               : "memory");
+}
+
 // kCount neighbouring values of T (Float32, Float16, Bfloat16), in words of 32 bits where they fill some: of 16-bit
 // members the compiler gives each a register of its own from the load on.
 template <class T, int kCount> struct Packed {

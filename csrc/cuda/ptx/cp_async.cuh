@@ -1,4 +1,4 @@
-// Copies from global to shared memory that run on while the thread goes on.
+// Copies from global memory that run on while the thread goes on, to shared memory or the L2.
 #pragma once
 #include "core/portability.h"
 
@@ -11,6 +11,22 @@ __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool 
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(__cvta_generic_to_global(from)),
                "r"(bytes)
                : "memory");
+}
+
+// 8 or 4 bytes, both addresses aligned to as many.
+__device__ __forceinline__ void cp_async_8(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(__cvta_generic_to_global(from))
+               : "memory");
+}
+__device__ __forceinline__ void cp_async_4(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(__cvta_generic_to_global(from))
+               : "memory");
+}
+
+__device__ __forceinline__ void prefetch_l2(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from)));
 }
 
 // Ends this thread's current group of copies, which may be empty.

@@ -1,18 +1,19 @@
-// Launches the kernels that hold a block in a thread, where there is enough to do and the GPU has room for them.
+// Launches the kernels for many blocks, where there is enough to do and the GPU has room for them.
 #pragma once
 #include "core/portability.h"
 #include "cuda/launch.h"
 #include "cuda/opt_in.h"
+#include "cuda/overlapping_launch.h"
 
 namespace flashq::cuda {
 
-// With fewer groups of 32 blocks a multiprocessor, or fewer warps, more lanes a block are faster.
-inline constexpr int kLeastGroups = 4, kLeastWarps = 4;
+// With fewer blocks a multiprocessor, or fewer warps, the kernels for few blocks are faster.
+inline constexpr int kLeastBlocks = 128, kLeastWarps = 4;
 
-// Groups of 32 blocks, or 0: too few of them to be worth it, or more than the kernels can count.
-[[nodiscard]] inline int bulk_groups(int64_t blocks, const Device& device) {
-  const int64_t groups = ceil_div(blocks, 32);
-  return groups < int64_t{kLeastGroups} * device.sm_count || groups > 1 << 30 ? 0 : static_cast<int>(groups);
+// Groups of so many blocks, or 0: too few to be worth it, or more than the kernels can count.
+[[nodiscard]] inline int bulk_groups(int64_t blocks, int group_blocks, const Device& device) {
+  const int64_t groups = ceil_div(blocks, group_blocks);
+  return blocks < int64_t{kLeastBlocks} * device.sm_count || groups > 1 << 30 ? 0 : static_cast<int>(groups);
 }
 
 // False: nothing was launched, the caller takes its other kernel.
@@ -22,8 +23,8 @@ template <auto kKernel, class Job> [[nodiscard]] bool launch_bulk(const Job& job
   int warps = Plan::kMaxWarps;
   while (warps >= kLeastWarps && Plan::shared_bytes(warps) > device.shared_bytes) --warps;
   if (warps < kLeastWarps || !opt_in<kKernel>(launch.device, Plan::shared_bytes(warps))) return false;
-  kKernel<<<static_cast<unsigned>(device.sm_count), 32 * warps, Plan::shared_bytes(warps),
-            static_cast<cudaStream_t>(launch.stream)>>>(job);
+  launch_overlapping(kKernel, dim3(static_cast<unsigned>(device.sm_count)), 32 * warps, Plan::shared_bytes(warps),
+                     device, launch, job);
   return true;
 }
 

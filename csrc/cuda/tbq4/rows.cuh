@@ -81,7 +81,7 @@ __device__ __forceinline__ void store_values(const float (&x)[kValues], typename
     Packed<T, kPiece> piece;
 #pragma unroll
     for (int j = 0; j < kPiece; ++j) piece.set(j, x[i + j]);
-    store(to + i, piece);
+    store_global(to + i, piece);
   }
 }
 
