@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Sequence as SequenceOf
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flashq.caches import files, grow
+from flashq.caches.arguments import MOST_TOKENS, as_integer, as_integers, refuse
 from flashq.caches.index import (
     STABLE_TOKENS,
     Chunk,
@@ -26,9 +26,6 @@ from flashq.caches.index import (
 )
 from flashq.caches.pages import CacheFullError, Journal, PageTable, Sequence, all_or_nothing, count_pages
 from flashq.caches.step import Step
-
-MOST_TOKENS = 2**31 - 1
-"""Positions are int32 on the device."""
 
 
 class PagedCache:
@@ -68,45 +65,56 @@ class PagedCache:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
     ) -> None:
-        for name, value, least in (
-            ("num_layers", num_layers, 1), ("kv_heads", kv_heads, 1), ("num_pages", num_pages, 0),
-            ("page_size", page_size, 1), ("max_sequences", max_sequences, 1), ("slack", slack, 0),
-            ("max_chunk", max_chunk, 1), ("max_length", max_length, 0), ("window_pages", window_pages, 0),
-        ):  # fmt: skip
-            if value is not None and value < least:
-                self._refuse("", name, f"at least {least}", str(value))
+        where = type(self).__name__
+        self.num_layers = num_layers = as_integer(where, "num_layers", num_layers, 1)
+        self.kv_heads = as_integer(where, "kv_heads", kv_heads, 1)
+        self.head_dim = as_integer(where, "head_dim", head_dim)
+        self.num_pages = as_integer(where, "num_pages", num_pages)
+        self.page_size = as_integer(where, "page_size", page_size, 1)
+        self.max_sequences = as_integer(where, "max_sequences", max_sequences, 1)
+        self.slack = as_integer(where, "slack", slack)
+        self.max_chunk = as_integer(where, "max_chunk", max_chunk, 1)
+        if max_length is None:
+            max_length = min(self.num_pages * self.page_size, MOST_TOKENS)
+        self.max_length = as_integer(where, "max_length", max_length)
+        if window_pages is not None:
+            window_pages = as_integer(where, "window_pages", window_pages)
         if dtype not in (torch.float16, torch.bfloat16, torch.float32):
             self._refuse("", "dtype", "torch.float16, torch.bfloat16 or torch.float32", str(dtype))
-        windows = [window_left] * num_layers if isinstance(window_left, int) else list(window_left)
-        if len(windows) != num_layers or min(windows) < -1:
-            self._refuse("", "window_left", f"-1 or more, one for all or one for each of {num_layers} layers", windows)
-        self.num_layers, self.kv_heads, self.head_dim = num_layers, kv_heads, head_dim
-        self.num_pages = num_pages
-        self.page_size, self.max_sequences, self.slack, self.max_chunk = page_size, max_sequences, slack, max_chunk
-        self.max_length = num_pages * page_size if max_length is None else max_length
+        windows = as_integers(where, "window_left", window_left)
+        windows = [windows] * num_layers if isinstance(windows, int) else windows
+        if len(windows) != num_layers or not all(-1 <= window <= MOST_TOKENS for window in windows):
+            expected = f"-1 to {MOST_TOKENS}, one for all or one for each of {num_layers} layers"
+            self._refuse("", "window_left", expected, windows)
+        try:
+            torch.device(device)
+        except (RuntimeError, TypeError):
+            self._refuse("", "device", "one that PyTorch knows", repr(device))
         self.dtype, self.device = dtype, torch.empty(0, device=device).device
         self.window_left = windows
         self._kinds = list(dict.fromkeys(windows))
         self._tables: list[PageTable] = []
         for window in self._kinds:
             if window == -1:
-                self._add_table("pages", page_size)
+                self._add_table("pages", self.page_size)
             else:
-                self._add_table(f"pages of window {window}", page_size, window_pages, window)
+                self._add_table(f"pages of window {window}", self.page_size, window_pages, window)
         self._layers = [  # of every layer: its table, and its place among the layers of its kind
             (self._kinds.index(window), windows[:layer].count(window)) for layer, window in enumerate(windows)
         ]
         self._sequences: dict[int, Sequence] = {}
-        self._free_rows = list(range(max_sequences - 1, -1, -1))
+        self._free_rows = list(range(self.max_sequences - 1, -1, -1))
         self._next_handle = 0
         self._stale: list[int] = []  # of the latest step: they may hold pages that it alone needed
         self._generation = 0
 
     # --- construction -------------------------------------------------------------------------------------------------
 
-    def _refuse(self, method: str, argument: str, expected: str, got: Any) -> None:
-        where = type(self).__name__ + (f".{method}" if method else "")
-        raise ValueError(f"flashq.{where}: {argument}: expected {expected}, got {got}")
+    def _where(self, method: str) -> str:
+        return type(self).__name__ + (f".{method}" if method else "")
+
+    def _refuse(self, method: str, argument: str, expected: str, got: Any) -> NoReturn:
+        refuse(self._where(method), argument, expected, got)
 
     def _add_table(
         self, name: str, page_size: int, num_pages: int | None = None, reach: int | None = None, first: int = 0
@@ -156,7 +164,8 @@ class PagedCache:
             num_pages, max_sequences, max_length: as in the constructor, with max_length at least all pages; None, or
                 less than there is: as it was. Pools of windows and of exact tokens get what so many sequences need.
         """
-        grow.reserve(self, num_pages or 0, max_sequences or 0, max_length or 0)
+        sizes = {"num_pages": num_pages, "max_sequences": max_sequences, "max_length": max_length}
+        grow.reserve(self, *(as_integer(self._where("reserve"), name, size or 0) for name, size in sizes.items()))
 
     # --- sequences ----------------------------------------------------------------------------------------------------
 
@@ -196,16 +205,16 @@ class PagedCache:
         Raises:
             CacheFullError: there are `max_sequences` already.
         """
-        if not 0 <= kv_start <= MOST_TOKENS:
-            self._refuse("alloc", "kv_start", f"0 to {MOST_TOKENS}", kv_start)
-        return self._new("alloc", kv_start)
+        return self._new("alloc", as_integer(self._where("alloc"), "kv_start", kv_start, most=MOST_TOKENS))
 
     def pad(self, sequence: int, kv_start: int) -> None:
         """Raise `kv_start` of a sequence that consists of padding so far. Raises ValueError where it does not, and for
         a lower one: pages of padding were not kept."""
         state = self._find("pad", sequence)
-        if not state.kv_start <= kv_start <= MOST_TOKENS:
-            self._refuse("pad", "kv_start", f"at least the present {state.kv_start}, at most {MOST_TOKENS}", kv_start)
+        kv_start = as_integer(
+            self._where("pad"), "kv_start", kv_start, state.kv_start,
+            expected=f"at least the present {state.kv_start}, at most {MOST_TOKENS}",
+        )  # fmt: skip
         if state.length > state.kv_start:
             self._refuse("pad", "kv_start", f"at least {state.length}, of tokens that are all padding", kv_start)
         state.kv_start = kv_start
@@ -251,17 +260,18 @@ class PagedCache:
                 since it was longest.
         """
         _, states, lengths = self._batch("truncate", sequences, lengths, "lengths")
-        self._trim(states, [])
-        for state, length in zip(states, lengths, strict=True):
-            if length > state.length:
-                self._refuse("truncate", "lengths", f"0 to {state.length}", length)
-            for window, table in zip(self._kinds, self._tables, strict=False):
-                if not table.holds_window(state, length, table.trimmed[state.row]):
-                    self._refuse(
-                        "truncate", "lengths",
-                        f"at least {table.held_from(state) + window}, because earlier pages of window {window} are "
-                        "released (a larger slack keeps more)", length,
-                    )  # fmt: skip
+        with all_or_nothing() as journal:
+            self._trim(states, journal)
+            for state, length in zip(states, lengths, strict=True):
+                if length > state.length:
+                    self._refuse("truncate", "lengths", f"0 to {state.length}", length)
+                for window, table in zip(self._kinds, self._tables, strict=False):
+                    if not table.holds_window(state, length, table.trimmed[state.row]):
+                        self._refuse(
+                            "truncate", "lengths",
+                            f"at least {table.held_from(state) + window}, because earlier pages of window {window} are "
+                            "released (a larger slack keeps more)", length,
+                        )  # fmt: skip
         for state, length in zip(states, lengths, strict=True):
             self._shorten(state, length)
 
@@ -275,15 +285,15 @@ class PagedCache:
         """End a sequence; its pages are free where no fork uses them. Steps made before it have ended."""
         state = self._find("free", sequence)
         self._shorten(state, 0)
-        del self._sequences[sequence]
+        del self._sequences[int(sequence)]
         self._free_rows.append(state.row)
 
     def select(self, sequences: SequenceOf[int], indices: SequenceOf[int]) -> list[int]:
         """What beam search asks for: the sequences at these indices. The others are freed, a repeated one is forked."""
-        for sequence in sequences:
-            self._find("select", sequence)
-        if len(set(sequences)) != len(sequences) or not all(0 <= i < len(sequences) for i in indices):
-            self._refuse("select", "indices", f"0 to {len(sequences) - 1}, of sequences that differ", list(indices))
+        sequences, _, _ = self._batch("select", sequences, 0)
+        indices = as_integers(self._where("select"), "indices", indices)
+        if isinstance(indices, int) or not all(0 <= i < len(sequences) for i in indices):
+            self._refuse("select", "indices", f"a list of 0 to {len(sequences) - 1}", indices)
         if len(indices) - len(sequences) > len(self._free_rows):
             raise CacheFullError(
                 f"flashq.{type(self).__name__}.select: max_sequences: expected at most {self.max_sequences}, got "
@@ -300,7 +310,7 @@ class PagedCache:
         Raises:
             ImportError: the package safetensors is not installed.
         """
-        files.save(self, path, self.sequences if sequences is None else sequences)
+        files.save(self, path, self._batch("save", self.sequences if sequences is None else sequences, 0)[1])
 
     def load(self, path: str | os.PathLike[str]) -> list[int]:
         """Add the sequences of a file of `save`; returns them in the order in which they were saved.
@@ -322,9 +332,11 @@ class PagedCache:
         }  # fmt: skip
 
     def _find(self, method: str, sequence: int) -> Sequence:
-        if sequence not in self._sequences:
-            self._refuse(method, "sequence", "one of the cache's sequences", sequence)
-        return self._sequences[sequence]
+        expected = "one of the cache's sequences"
+        handle = as_integer(self._where(method), "sequence", sequence, most=self._next_handle, expected=expected)
+        if handle not in self._sequences:
+            self._refuse(method, "sequence", expected, handle)
+        return self._sequences[handle]
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -332,8 +344,10 @@ class PagedCache:
         self, method: str, sequences: int | SequenceOf[int], numbers: int | SequenceOf[int], name: str = "counts"
     ) -> tuple[list[int], list[Sequence], list[int]]:
         """Sequences, what is known of them, and a number of at least 0 for each, called `name`."""
-        handles = [sequences] if isinstance(sequences, int) else [operator.index(handle) for handle in sequences]
-        values = [numbers] * len(handles) if isinstance(numbers, int) else [operator.index(n) for n in numbers]
+        handles = as_integers(self._where(method), "sequences", sequences)
+        handles = [handles] if isinstance(handles, int) else handles
+        values = as_integers(self._where(method), name, numbers)
+        values = [values] * len(handles) if isinstance(values, int) else values
         states = [self._find(method, handle) for handle in handles]
         if len(set(handles)) != len(handles):
             self._refuse(method, "sequences", "each once", handles)
@@ -393,6 +407,8 @@ class PagedCache:
         It has tensors of its own, so it can be used beside the latest step of `extend`; until the next one.
         """
         _, states, counts = self._batch("lookup", sequences, counts)
+        if sum(counts) > MOST_TOKENS:
+            self._refuse("lookup", "counts", f"at most {MOST_TOKENS} tokens in all", sum(counts))
         for window, table in zip(self._kinds, self._tables, strict=False):
             for state, count in zip(states, counts, strict=True):
                 if window != -1 and max(state.kv_start, state.length - count - window) < table.held_from(state):

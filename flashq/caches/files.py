@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,12 +57,9 @@ def _digest(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def save(cache: PagedCache, path: str | os.PathLike[str], handles: SequenceOf[int]) -> None:
+def save(cache: PagedCache, path: str | os.PathLike[str], states: list[Sequence]) -> None:
     """Write sequences to a file; one that is there, also behind a link, is replaced when the new one is complete."""
     safetensors = _safetensors(f"{type(cache).__name__}.save")
-    states = [cache._find("save", handle) for handle in handles]
-    if len(set(handles)) != len(handles):
-        cache._refuse("save", "sequences", "each once", list(handles))
     cache._trim(states, [])
     rows = [state.row for state in states]
     tensors = {

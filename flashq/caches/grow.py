@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from flashq.caches.arguments import MOST_TOKENS
 from flashq.caches.pages import count_pages
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ def reserve(cache: PagedCache, num_pages: int, max_sequences: int, max_length: i
     """Make room for so much, where there is not; pages keep their numbers and sequences their rows."""
     num_pages = max(cache.num_pages, num_pages)
     rows = max(cache.max_sequences, max_sequences)
-    max_length = max(cache.max_length, max_length, num_pages * cache.page_size)
+    max_length = max(cache.max_length, max_length, min(num_pages * cache.page_size, MOST_TOKENS))
     # First all that memory may not be enough for, then what cannot fail.
     sizes, grown_planes, grown_tables = [], [], []
     for number, (table, planes) in enumerate(zip(cache._tables, cache._planes, strict=True)):

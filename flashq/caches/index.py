@@ -95,8 +95,9 @@ def plan_chunk(
     lengths = np.array([state.length for state in states], dtype=np.int64)
     starts = np.minimum(np.array([state.kv_start for state in states], dtype=np.int64), lengths)
     ends = np.concatenate([[0], np.cumsum(added)])
-    owner = np.repeat(np.arange(len(states)), added)
-    position = np.arange(ends[-1]) - ends[owner] + (lengths - added)[owner]
+    if appends:
+        owner = np.repeat(np.arange(len(states)), added)
+        position = np.arange(ends[-1]) - ends[owner] + (lengths - added)[owner]
     block_tables, slots = [], []
     for table in tables:
         used = count_pages(int(lengths.max(initial=0)), table.page_size)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashq.caches.arguments import as_integer
 from flashq.caches.base import PagedCache
 from flashq.caches.index import Chunk, Prompt
 from flashq.tbq4 import FINGERPRINT, HEAD_DIMS, block_width
@@ -105,10 +106,11 @@ class TBQ4Cache(PagedCache):
         super().__init__(num_layers, kv_heads, head_dim, **options)
         if head_dim not in HEAD_DIMS:
             self._refuse("", "head_dim", "64, 128 or 256", head_dim)
-        for name, value in (("exact_first", exact_first), ("exact_last", exact_last), ("exact_pages", exact_pages)):
-            if value is not None and value < 0:
-                self._refuse("", name, "at least 0", value)
-        self.page_offsets, self.exact_first, self.exact_last = page_offsets, exact_first, exact_last
+        self.page_offsets = bool(page_offsets)
+        self.exact_first = exact_first = as_integer("TBQ4Cache", "exact_first", exact_first)
+        self.exact_last = exact_last = as_integer("TBQ4Cache", "exact_last", exact_last)
+        if exact_pages is not None:
+            exact_pages = as_integer("TBQ4Cache", "exact_pages", exact_pages)
         planes = []
         for kind, table in enumerate(self._tables):
             pages = (self.window_left.count(self._kinds[kind]), table.pool.size, kv_heads)

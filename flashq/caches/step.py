@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flashq.caches.arguments import as_integer
 from flashq.caches.index import Chunk, Prompt
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class Step:
         if len(self.chunks) > 1 and not causal:
             self._refuse("attend", "causal", f"True, because the step has {len(self.chunks)} chunks", "False")
         self._check("attend", layer)
+        self._check_tensor("attend", "q", q)
         batched = q.dim() == 4
         if q.shape[: q.dim() - 2] != ((len(self.counts), self._uniform_count()) if batched else (self.tokens,)):
             expected = f"({self.tokens}, Hq, {self._cache.head_dim})"
@@ -115,13 +117,16 @@ class Step:
         return self.counts[0] if self.counts and len(set(self.counts)) == 1 else None
 
     def _refuse(self, method: str, argument: str, expected: str, got: str) -> None:
-        raise ValueError(f"flashq.{type(self._cache).__name__}.{method}: {argument}: expected {expected}, got {got}")
+        self._cache._refuse(method, argument, expected, got)
+
+    def _check_tensor(self, method: str, name: str, x: Any) -> None:
+        if not isinstance(x, Tensor) or x.layout != torch.strided:
+            self._refuse(method, name, "a dense tensor", f"a {type(x).__name__}")
 
     def _check(self, method: str, layer: int) -> None:
         if self._generation != self._cache._generation:
             self._refuse(method, "step", "the cache's latest", "an older one")
-        if not 0 <= layer < self._cache.num_layers:
-            self._refuse(method, "layer", f"0 to {self._cache.num_layers - 1}", str(layer))
+        as_integer(self._cache._where(method), "layer", layer, most=self._cache.num_layers - 1)
 
     def _check_new(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k and v (T, Hkv, D), as the cache takes them."""
@@ -131,6 +136,7 @@ class Step:
         cache, checked = self._cache, []
         heads = (cache.kv_heads, cache.head_dim)
         for name, x in (("k", k), ("v", v)):
+            self._check_tensor("append", name, x)
             batched = x.dim() == 4 and x.shape[:2] == (len(self.counts), self._uniform_count())
             if x.shape[-2:] != heads or not (batched or x.shape == (self.tokens, *heads)):
                 self._refuse("append", name, f"shape {(self.tokens, *heads)}", f"shape {tuple(x.shape)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accuracy import relative_l2
@@ -27,7 +28,7 @@ from flashq.cli.capture import load_capture
         ({"slack": -1}, "slack: expected at least 0, got -1"),
         ({"max_chunk": 0}, "max_chunk: expected at least 1, got 0"),
         ({"dtype": torch.float64}, "dtype: expected torch.float16, .*, got torch.float64"),
-        ({"window_left": -2}, r"window_left: expected -1 or more.*, got \[-2, -2\]"),
+        ({"window_left": -2}, r"window_left: expected -1 to 2147483647.*, got \[-2, -2\]"),
         ({"window_left": [-1]}, r"window_left: expected .* each of 2 layers, got \[-1\]"),
         ({"head_dim": 80}, "head_dim: expected 64, 128 or 256, got 80"),
         ({"exact_first": -1}, "exact_first: expected at least 0, got -1"),
@@ -35,6 +36,13 @@ from flashq.cli.capture import load_capture
         ({"exact_pages": -1}, "exact_pages: expected at least 0, got -1"),
         ({"window_pages": -1}, "window_pages: expected at least 0, got -1"),
         ({"max_length": -1}, "max_length: expected at least 0, got -1"),
+        ({"max_length": 2**31}, "max_length: expected at most 2147483647, got 2147483648"),
+        ({"num_pages": 2.5}, "num_pages: expected an integer, got 2.5"),
+        ({"slack": None}, "slack: expected an integer, got None"),
+        ({"max_sequences": "3"}, "max_sequences: expected an integer, got '3'"),
+        ({"window_left": [1.5, 2]}, r"window_left: expected an integer or a sequence of integers, got \[1.5, 2\]"),
+        ({"window_left": 2**31}, "window_left: expected -1 to 2147483647, one for all"),
+        ({"device": "nope"}, "device: expected one that PyTorch knows, got 'nope'"),
     ],
 )
 def test_construction(options: dict[str, Any], message: str) -> None:
@@ -73,7 +81,19 @@ def test_calls_that_do_not_fit_change_nothing() -> None:
         (lambda: cache.truncate(a, -1), r"truncate: lengths: expected one of at least 0 .*, got \[-1\]"),
         (lambda: cache.truncate([a, b], [2, 4]), "truncate: lengths: expected 0 to 3, got 4"),
         (lambda: cache.truncate([a, a], 2), r"truncate: sequences: expected each once, got \[0, 0\]"),
-        (lambda: cache.select([a, b], [2]), r"select: indices: expected 0 to 1.*, got \[2\]"),
+        (lambda: cache.select([a, b], [2]), r"select: indices: expected a list of 0 to 1, got \[2\]"),
+        (lambda: cache.select([a, b], [-1]), r"select: indices: expected a list of 0 to 1, got \[-1\]"),
+        (lambda: cache.select([a, b], [0.0, 0.5]), r"select: indices: expected an integer or .*, got \[0.0, 0.5\]"),
+        (lambda: cache.select([a, a], [0]), r"select: sequences: expected each once, got \[0, 0\]"),
+        (lambda: cache.alloc(1.5), "alloc: kv_start: expected an integer, got 1.5"),
+        (lambda: cache.pad(b, None), "pad: kv_start: expected at least the present 0, at most 2147483647, got None"),
+        (lambda: cache.length([a]), r"length: sequence: expected one of the cache's sequences, got \[0\]"),
+        (lambda: cache.extend(None), "extend: sequences: expected an integer or a sequence of integers, got None"),
+        (lambda: cache.extend(a, 2.0), "extend: counts: expected an integer or a sequence of integers, got 2.0"),
+        (lambda: cache.extend(a, [2.5]), r"extend: counts: expected an integer or .*, got \[2.5\]"),
+        (lambda: cache.lookup([a, b], 2**30), "lookup: counts: expected at most 2147483647 tokens .*, got 2147483648"),
+        (lambda: cache.reserve(num_pages=99.5), "reserve: num_pages: expected an integer, got 99.5"),
+        (lambda: cache.reserve(max_length=2**31), "reserve: max_length: expected at most 2147483647, got 2147483648"),
         (lambda: step.attend(2, q[0]), "attend: layer: expected 0 to 1, got 2"),
         (lambda: step.append(-1, k[0], v[0]), "append: layer: expected 0 to 1, got -1"),
         (lambda: step.attend(0, q[0], k[0]), "attend: k, v: expected both or none, got one"),
@@ -81,18 +101,56 @@ def test_calls_that_do_not_fit_change_nothing() -> None:
         (lambda: step.append(0, k[0, :5], v[0]), r"append: k: expected shape \(23, 2, 64\), got shape \(5, 2, 64\)"),
         (lambda: step.append(0, k[0], v[0, :, :1]), r"append: v: expected shape .*, got shape \(23, 1, 64\)"),
         (lambda: step.append(0, k[0].half(), v[0]), "append: k: expected torch.float32, .*, got torch.float16"),
+        (lambda: step.append(0, k[0], None), "append: v: expected a dense tensor, got a NoneType"),
+        (lambda: step.attend(0, None, k[0], v[0]), "attend: q: expected a dense tensor, got a NoneType"),
+        (lambda: step.attend(0.5, q[0]), "attend: layer: expected an integer, got 0.5"),
     ):
         with pytest.raises(ValueError, match=f"^flashq.TBQ4Cache.{message}"):
             call()
-        assert snapshot(cache) == before
-    for counts in (2.0, [2.5]):
-        with pytest.raises(TypeError):
-            cache.extend([a], counts)
         assert snapshot(cache) == before
     with pytest.raises(flashq.CacheFullError, match="select: max_sequences: expected at most 5, got 6"):
         cache.select([a, b], [0, 0, 0, 0, 1, 1])
     assert snapshot(cache) == before
     step.attend(0, q[0], k[0], v[0])
+
+
+def test_numbers_of_numpy_and_tensors(tmp_path: Path) -> None:
+    """What beam search has at hand is a tensor: its elements are equal to ints, but no keys of a dict."""
+    sizes = {"num_pages": np.int64(40), "page_size": np.int32(16), "slack": torch.tensor(16)}
+    cache, twin = make("tbq4", **sizes), make("tbq4")
+    a, b = cache.alloc(np.int64(3)), cache.alloc(torch.tensor(0))
+    cache.extend(torch.tensor([a, b]), np.array([5, 7]))
+    cache.extend(np.int64(a), torch.tensor(2))
+    assert [cache.length(torch.tensor(a)), cache.length(np.int64(b))] == [7, 7]
+    kept, fork = cache.select([a, b], torch.tensor([1, 1]))
+    assert cache.sequences == [kept, fork] == [b, fork]
+    cache.truncate(b, torch.tensor(6))
+    pytest.importorskip("safetensors")
+    cache.save(tmp_path / "cache", torch.tensor([b]))
+    assert [twin.length(s) for s in twin.load(tmp_path / "cache")] == [6]
+    cache.free(torch.tensor(b))
+    assert cache.sequences == [fork]
+
+
+def test_a_lookup_of_a_huge_count_takes_no_memory_for_it() -> None:
+    cache = make("tbq4")
+    step = cache.lookup(cache.alloc(), 2**31 - 1)
+    with pytest.raises(ValueError, match=r"attend: q: expected shape \(2147483647, Hq, 64\)"):
+        step.attend(0, torch.zeros(1, 4, 64))
+
+
+@pytest.mark.parametrize("kind", ["16bit", "tbq4"])
+def test_a_refused_truncate_keeps_what_is_held(kind: str) -> None:
+    """Pages that the next change would release are still there to be read."""
+    cache = make(kind)
+    a = cache.alloc()
+    cache.extend(a, 95)
+    cache.extend(a, 90)
+    before = snapshot(cache)
+    with pytest.raises(ValueError, match=r"truncate: lengths: expected at least .* released"):
+        cache.truncate(a, 80)
+    assert snapshot(cache) == before
+    cache.lookup(a, 50)
 
 
 def test_only_the_latest_step_counts() -> None:
