@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -15,7 +16,20 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks import compare, cpu, decode, gpu, gpu_ceilings, gpu_probes, probes, report, small_ops, tbq4_decode
+from benchmarks import (
+    compare,
+    cpu,
+    decode,
+    gpu,
+    gpu_ceilings,
+    gpu_peers,
+    gpu_probes,
+    prefill,
+    probes,
+    report,
+    small_ops,
+    tbq4_decode,
+)
 from benchmarks.environment import describe_environment, describe_gpu
 from benchmarks.measure import Case, Result, measure
 from flashq.cli import machine
@@ -28,6 +42,7 @@ GPU_COMMANDS: dict[str, tuple[str, Callable[[bool], list[Case[gpu.GpuSetup]]]]] 
     "cuda": ("on the GPU: the TBQ4 codec, appends and merge, beside copies", small_ops.cases),
     "decode": ("on the GPU: few queries over long caches, beside reads, SDPA and FlashAttention-3", decode.cases),
     "tbq4": ("on the GPU: attention over a 4-bit cache, beside 16-bit caches", tbq4_decode.cases),
+    "prefill": ("on the GPU: attention of many queries, beside torch's SDPA and FlashAttention-3", prefill.cases),
 }
 
 
@@ -146,6 +161,8 @@ def run_gpu(cases: list[Case[Any]], options: argparse.Namespace, console: Consol
             **ceilings.rates(),
             "mode": "cool" if options.cool else "hot",
             "pause": COOL_PAUSE if options.cool else 0.0,
+            "forced_arch": os.environ.get("FLASHQ_CUDA_ARCH"),
+            "peers": gpu_peers.versions(),
         }
         row = partial(gpu.measure, seconds=seconds, ceilings=ceilings, pause=environment["pause"])
         return _run(cases, row, environment, options, console)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from benchmarks.gpu_ceilings import Ceilings
@@ -25,6 +25,8 @@ class GpuSetup:
     ceiling: Literal["read", "copy", "matmul"] | None = None
     on_host: bool = True
     """Whether the time that a call keeps the host is of interest."""
+    scale: Mapping[str, float] = field(default_factory=dict)
+    """What the seconds of contenders that do other work are multiplied by, so that they stand for the row's work."""
 
 
 def measure(case: Case[GpuSetup], seconds: float, ceilings: Ceilings, pause: float = 0.0) -> Result:
@@ -38,6 +40,8 @@ def measure(case: Case[GpuSetup], seconds: float, ceilings: Ceilings, pause: flo
         work, graphs["ceiling"] = ceiling.work, capture([ceiling.call])
     taken = time_in_turns(graphs, seconds, pause)
     rates = [work / value for value in taken.pop("ceiling", [])]
+    for name, factor in setup.scale.items():
+        taken[name] = [value * factor for value in taken[name]]
     result = summarize(case, setup.work, taken, rates)
     own = next(iter(sets[0]))
     result.alone = time_alone(sets[0][own])

@@ -23,6 +23,7 @@ UNITS = {
     ("gpu", "codec"): "% of copy",
     ("gpu", "append"): "% of copy",
     ("gpu", "merge"): "% of copy",
+    ("gpu", "dense"): "% of matmul",
 }
 
 
@@ -30,6 +31,8 @@ def file_stem(environment: dict[str, Any], command: str) -> str:
     """cpu-amd-epyc-2t-avx2, cuda-nvidia-h200-hot: what a result file is called."""
     if "gpu" in environment:
         words = [command, environment["gpu"], environment["mode"]]
+        if environment.get("forced_arch"):
+            words.append(f"sm{environment['forced_arch']}")
     else:
         words = [command, environment["cpu"], f"{environment['threads']}t", environment["cpu_level"]]
     return "-".join(re.sub(r"[^a-z0-9]+", "-", str(word).lower()).strip("-") for word in words)
@@ -69,6 +72,8 @@ def _describe_gpu(environment: dict[str, Any]) -> str:
         f"{_number(environment['temperature'], 'degrees Celsius')}. Ceilings: read "
         f"{environment['read_rate'] / 1e12:.2f} TB/s, copy {environment['copy_rate'] / 1e12:.2f} TB/s (read and "
         f"written), bf16 products {environment['matmul_rate'] / 1e12:.0f} TFLOP/s. Replays {pause}. "
+        + (f"Kernels for compute capability {forced}. " if (forced := environment.get("forced_arch")) else "")
+        + (f"Installed: {peers}. " if (peers := environment.get("peers")) else "")
     )
 
 

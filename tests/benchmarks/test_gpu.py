@@ -14,10 +14,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import decode, gpu_ceilings, gpu_graphs, gpu_probes, report, small_ops, tbq4_decode
+from benchmarks import decode, gpu_ceilings, gpu_graphs, gpu_probes, prefill, report, small_ops, tbq4_decode
 from benchmarks.__main__ import main, measure_all
 from benchmarks.environment import SMI_FIELDS, parse_smi
 from benchmarks.measure import Case, Result, summarize
+from flashq import reference
 from flashq.cli import machine
 
 ENVIRONMENT = {
@@ -127,6 +128,19 @@ def test_rows_of_attention_are_unique(rows: ModuleType, quick: bool) -> None:
     assert len(names) == len(set(names)) > 10
 
 
+def test_rows_of_prefill_are_unique() -> None:
+    names = [case.name for case in prefill.cases()]
+    assert len(names) == len(set(names))
+
+
+def test_operations_count_visible_pairs() -> None:
+    shape = prefill.Shape(3, 2, 1, 7, 64)
+    for options in ({}, {"window_left": 2}, {"causal": False}):
+        visible = reference.visible_keys(5, 7, **({"causal": True} | options))
+        assert prefill.work_of(shape, 5, 7, **options) == 4 * 64 * 2 * int(visible.sum())
+    assert shape.work == 3 * 4 * 64 * 2 * 28
+
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 def test_probes_compile(tmp_path: Path) -> None:
     command = [gpu_probes.find_nvcc(), *gpu_probes.FLAGS, "-arch=sm_80", "-Werror", "all-warnings"]
@@ -202,3 +216,16 @@ def test_quick_run_of_tbq4(tmp_path: Path) -> None:
     rows = json.loads(path.read_text())["rows"]
     assert len(rows) == 3
     assert all("flashq decode bf16" in row["ratios"] for row in rows)
+
+
+@pytest.mark.cuda
+def test_quick_run_of_prefill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    only = "^prefill bf16 2 x|^softcap .*D128|^window|packed|over 2048.*D256"
+    assert main(["prefill", "--quick", "--seconds", "0.01", "--only", only, "--out", str(tmp_path)]) == 0
+    document = json.loads(next(tmp_path.glob("prefill-*.json")).read_text())
+    suites = {row["suite"]: row for row in document["rows"]}
+    assert set(suites) == {"dense", "options", "packed", "continuation"}
+    assert {"torch flash", "cuDNN"} <= set(suites["dense"]["ratios"])
+    for suite in ("options", "packed", "continuation"):
+        assert any(name.startswith("flashq ") for name in suites[suite]["ratios"])
+    assert "TFLOP/s" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import golden
 import pytest
 import torch
 from accuracy import check_16bit, compare_16bit
@@ -44,7 +45,7 @@ def test_many_tiles(case: dict) -> None:
     check_16bit("prefill", q, k, v, make_sinks(case["sinks"], heads), device="cuda", big=True, **options)
 
 
-@pytest.mark.parametrize("page_size", [16, 64, 7, 256])
+@pytest.mark.parametrize("page_size", [16, 64, 7, 48, 256])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("window", [-1, 150])
 def test_many_rows_over_pages(page_size: int, dim: int, window: int) -> None:
@@ -55,6 +56,16 @@ def test_many_rows_over_pages(page_size: int, dim: int, window: int) -> None:
     q = randn(3, 130, 6, dim, dtype=torch.bfloat16)
     more = (cache.seqlens, cache.block_table, None, torch.tensor(starts))
     check_16bit("decode", q, *cache[:2], *more, device="cuda", big=True, window_left=window)
+
+
+@pytest.mark.contract(6)
+def test_one_visible_key_among_split_ones() -> None:
+    """Few tiles of rows, many keys: the first row's only key is in one split."""
+    q, k, v = (randn(1, 4200, 1, 64, dtype=torch.bfloat16, seed=i).cuda() for i in range(3))
+    v[0, 0, 0, ::2] = -0.0
+    out, lse = flashq.prefill(q, k, v, causal=True)
+    assert golden.same_bits(out[0, 0].cpu(), v[0, 0].cpu())
+    torch.testing.assert_close(lse[0, 0, 0], q[0, 0, 0].float() @ k[0, 0, 0].float() / 8)
 
 
 @pytest.mark.contract(2)

@@ -6,13 +6,17 @@
 #include <bit>
 #include <cmath>
 #include <cstdio>
+#include <numeric>
 
+#include "cuda/launch_overlapped.h"
 #include "cuda/opt_in.h"
 #include "cuda/prefill_sm90.h"
+#include "cuda/prefill_sm90/combine.cuh"
 #include "cuda/prefill_sm90/consumer.cuh"
 #include "cuda/prefill_sm90/launch.h"
 #include "cuda/prefill_sm90/plan.cuh"
 #include "cuda/prefill_sm90/producer.cuh"
+#include "cuda/ptx/dependent_launch.cuh"
 #include "cuda/ptx/tensor_map.h"
 
 namespace flashq::cuda::sm90 {
@@ -23,6 +27,7 @@ template <class C> __global__ void __launch_bounds__(C::kThreads, 1) prefill_ker
   extern __shared__ __align__(1024) uint8_t dynamic[];
   auto& shared = *reinterpret_cast<typename C::SharedMemory*>(dynamic);
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  ptx::allow_dependents();  // one that overlaps takes over multiprocessors as they get free
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&p.q, &p.k, &p.v}) ptx::prefetch_tensor_map(*map);
     shared.init_barriers();
@@ -31,10 +36,21 @@ template <class C> __global__ void __launch_bounds__(C::kThreads, 1) prefill_ker
   __syncthreads();
   if (warp < 4) {
     ptx::give_registers<C::kProducerRegisters>();
-    if (threadIdx.x == 0) produce_keys<C>(p, shared);
-    if (threadIdx.x == 32) produce_queries<C>(p, shared);
+    if (warp == 2) {
+      if (threadIdx.x == 64) produce_tiles<C>(p, shared);
+      return;
+    }
+    ptx::wait_for_primary();
+    if (warp == 0) {
+      produce_keys<C, false>(p, shared);
+    } else if (warp == 3) {
+      produce_keys<C, true>(p, shared);
+    } else if (threadIdx.x == 32) {
+      produce_queries<C>(p, shared);
+    }
   } else {
     ptx::take_registers<C::kConsumerRegisters>();
+    ptx::wait_for_primary();
     consume<C>(p, shared);
   }
 #else
@@ -59,51 +75,14 @@ bool encode(const void* data, const int64_t (&stride)[3], int64_t batch, int64_t
   return encode_tensor_map(shape, map);
 }
 
-Cap make_cap(float multiplier) {
-  constexpr double kLargest = 0.5, kFactor[3] = {0.99997744, -0.33169151, 0.11520976};  // least relative error up to it
-  const double m = multiplier;
-  Cap cap{.multiplier = multiplier, .limit = static_cast<float>(kLargest / std::abs(m)), .factor = {}};
-  if (!(std::abs(m) > 1e-6 && std::abs(m) < 1e6)) cap.limit = -1;  // its powers leave float32
-  for (int i = 0; i < 3; ++i) cap.factor[i] = static_cast<float>(kFactor[i] * std::pow(m, 2 * i + 1));
-  return cap;
-}
-
-template <class C> Status run(const Attention16Params& a, const Device& device, const Launch& where) {
+template <class C> Schedule make_schedule(const Attention16Params& a) {
   const QueryView& q = a.query;
   const bool packed = q.cu_seqlens_q.given();
-  const auto stream = static_cast<cudaStream_t>(where.stream);
   const int64_t pack = pack_of(q), batch = packed ? 1 : q.batch, tokens = packed ? q.total_tokens : q.q_len;
-  Params p{};
-  p.q_batch_step = q.q_stride[0] != 0;
-  p.k_batch_step = a.kv.k_stride[0] != 0;
-  p.v_batch_step = a.kv.v_stride[0] != 0;
-  if (!(encode(q.q, q.q_stride, batch, tokens, q.q_heads, pack, C::kRows, q, p.q) &&
-        encode(q.out, q.out_stride, batch, tokens, q.q_heads, pack, C::kRows, q, p.out) &&
-        encode(a.kv.k, a.kv.k_stride, batch, a.kv.page_size, q.kv_heads, 1, C::kTileK, q, p.k) &&
-        encode(a.kv.v, a.kv.v_stride, batch, a.kv.page_size, q.kv_heads, 1, C::kTileK, q, p.v))) {
-    Status status;
-    std::snprintf(status.message, sizeof status.message,
-                  "device: expected a driver that encodes tensor maps (CUDA 12 or newer), got a refusal");
-    return status;
-  }
-  p.out_rows = static_cast<uint16_t*>(q.out);
-  std::copy_n(q.out_stride + 1, 2, p.out_stride);
-  p.v_rows = static_cast<const uint16_t*>(a.kv.v);
-  std::copy_n(a.kv.v_stride, 3, p.v_stride);
-  p.head_dim = static_cast<int>(q.head_dim);
-  p.lse = q.lse;
-  std::copy_n(q.lse_stride, 3, p.lse_stride);
-  p.sinks = a.score.sinks;
-  p.sinks_stride = a.score.sinks_stride;
-  p.packed_keys = packed;
-  p.capped = a.score.softcap > 0;
-  p.cap = make_cap(p.capped ? a.score.scale / a.score.softcap : a.score.scale);
-  p.scale_log2 = (p.capped ? a.score.softcap : C::kTransform ? 1 : a.score.scale) * kLog2E;
-
-  Schedule& s = p.schedule;
   const auto limit = [](int64_t window) {
     return static_cast<int>(window < 0 ? kWide : std::min<int64_t>(window, kWide));
   };
+  Schedule s{};
   s.window_left = limit(a.score.window_left);
   s.window_right = a.score.causal ? 0 : limit(a.score.window_right);
   s.descending = s.window_right != kWide && s.window_left == kWide;
@@ -114,31 +93,114 @@ template <class C> Status run(const Attention16Params& a, const Device& device, 
   s.pack_log2 = std::countr_zero(static_cast<uint64_t>(pack));
   s.head_packs = static_cast<int>(q.q_heads / pack);
   s.packs_per_kv = static_cast<int>(q.q_heads / q.kv_heads / pack);
-  const int64_t most_tiles = (ceil_div(tokens * pack, C::kTileQ) + (packed ? q.batch : 0)) * s.head_packs * batch;
-  s.tiles = static_cast<int>(most_tiles);
-  const int grid = static_cast<int>(std::min<int64_t>(device.sm_count, most_tiles));
+  const int64_t tiles = ceil_div(tokens * pack, C::kTileQ) * s.head_packs;
+  s.tiles = static_cast<int>(tiles * batch + (packed ? q.batch * s.head_packs : 0));  // at most
+  s.splits = count_splits(a);
+  return s;
+}
+
+Cap make_cap(float multiplier, float scale_log2) {
+  constexpr double kLargest = 0.32, kFactor[2] = {0.99983283, -0.32016982};  // least relative error up to it
+  const double m = multiplier;
+  Cap cap{.multiplier = multiplier,
+          .limit = static_cast<float>(kLargest / std::abs(m)),
+          .factor = {},
+          .exponent_factor = {}};
+  if (!(m > 1e-6 && m < 1e6)) cap.limit = -1;  // it falls, or its powers leave float32
+  for (int i = 0; i < 2; ++i) {
+    cap.factor[i] = static_cast<float>(kFactor[i] * std::pow(m, 2 * i + 1));
+    cap.exponent_factor[i] = cap.factor[i] * scale_log2;
+  }
+  return cap;
+}
+
+template <class C> Params make_params(const Attention16Params& a) {
+  static_assert(C::kTileQ == tile_rows(C::kTileD, C::kGeneral));
+  const QueryView& q = a.query;
+  Params p{};
+  p.q_batch_step = q.q_stride[0] != 0;
+  p.k_batch_step = a.kv.k_stride[0] != 0;
+  p.v_batch_step = a.kv.v_stride[0] != 0;
+  p.out_rows = static_cast<uint16_t*>(q.out);
+  std::copy_n(q.out_stride + 1, 2, p.out_stride);
+  p.v_rows = static_cast<const uint16_t*>(a.kv.v);
+  std::copy_n(a.kv.v_stride, 3, p.v_stride);
+  p.head_dim = static_cast<int>(q.head_dim);
+  p.lse = q.lse;
+  std::copy_n(q.lse_stride, 3, p.lse_stride);
+  p.sinks = a.score.sinks;
+  p.sinks_stride = a.score.sinks_stride;
+  p.packed_queries = q.cu_seqlens_q.given();
+  p.shared_keys = a.kv.cu_seqlens_k.given() || is_cache(a);
+  p.scale_log2 = a.score.scale * kLog2E;
+  if (a.score.softcap > 0) {
+    p.transform = Transform::kCap;
+    p.scale_log2 = a.score.softcap * kLog2E;
+    p.cap = make_cap(a.score.scale / a.score.softcap, p.scale_log2);
+  } else if (!(a.score.scale > 0)) {
+    p.transform = Transform::kMultiply;
+    p.cap.multiplier = a.score.scale;
+    p.scale_log2 = kLog2E;
+  }
+  p.pages = {.table = a.kv.block_table,
+             .count = static_cast<int>(a.kv.num_pages),
+             .size = static_cast<int>(a.kv.page_size),
+             .box = a.kv.block_table.given() ? static_cast<int>(std::gcd(a.kv.page_size, C::kTileK)) : C::kTileK,
+             .tile_pages = static_cast<int>(C::kTileK / a.kv.page_size),
+             .tile_slots = static_cast<int>(C::kTileK % a.kv.page_size)};
+  return p;
+}
+
+template <class C> Status run(const Attention16Params& a, const Device& device, const Launch& where) {
+  const QueryView& q = a.query;
+  const auto stream = static_cast<cudaStream_t>(where.stream);
+  Params p = make_params<C>(a);
+  p.schedule = make_schedule<C>(a);
+  Schedule& s = p.schedule;
+  const int64_t pack = pack_of(q), pages = is_cache(a) ? a.kv.num_pages : s.batch;
+  if (!(encode(q.q, q.q_stride, s.batch, s.q_len, q.q_heads, pack, C::kRows, q, p.q) &&
+        encode(q.out, q.out_stride, s.batch, s.q_len, q.q_heads, pack, C::kRows, q, p.out) &&
+        encode(a.kv.k, a.kv.k_stride, pages, a.kv.page_size, q.kv_heads, 1, p.pages.box, q, p.k) &&
+        encode(a.kv.v, a.kv.v_stride, pages, a.kv.page_size, q.kv_heads, 1, p.pages.box, q, p.v))) {
+    Status status;
+    std::snprintf(status.message, sizeof status.message,
+                  "device: expected a driver that encodes tensor maps (CUDA 12 or newer), got a refusal");
+    return status;
+  }
   const auto plan = static_cast<Plan*>(a.scratch);
-  if (packed) {
-    plan_prefill<<<1, kPlanThreads, 0, stream>>>(plan, q.cu_seqlens_q, a.kv.cu_seqlens_k, static_cast<int>(q.batch),
-                                                 static_cast<int>(tokens), s.kv_len, s.pack_log2, s.head_packs,
-                                                 C::kTileQ);
+  const bool planned = q.cu_seqlens_q.given() || is_cache(a);
+  if (planned) {
+    plan_prefill<<<1, kPlanThreads, 0, stream>>>(a, s.pack_log2, s.head_packs, C::kTileQ);
     s.plan = plan;
   }
-  // Drawing takes a memset ahead of the kernel (3 % of a call on 1024 tokens); where that is much, tiles go round
+  if (s.splits > 1) {
+    const ScratchPlan scratch(a, s.splits);
+    p.partial_out = reinterpret_cast<float*>(static_cast<char*>(a.scratch) + scratch.partial_out);
+    p.partial_lse = reinterpret_cast<float*>(static_cast<char*>(a.scratch) + scratch.partial_lse);
+  }
+  // Drawing takes a memset ahead of the kernel (3 % of a call on 1024 tokens); where that is much, items go round
   // instead.
-  const double products = static_cast<double>(most_tiles) * C::kTileQ * s.kv_len * C::kTileD;
-  if (packed || products > kFewProducts) {
+  const int64_t items = int64_t{s.tiles} * s.splits;
+  const double products = static_cast<double>(s.tiles) * C::kTileQ * s.kv_len * C::kTileD;
+  if (planned || products > kFewProducts) {
     s.drawn = &plan->drawn;
-    if (!packed) cudaMemsetAsync(s.drawn, 0, sizeof *s.drawn, stream);
+    if (!planned) cudaMemsetAsync(s.drawn, 0, sizeof *s.drawn, stream);
   }
   constexpr int kSharedBytes = sizeof(typename C::SharedMemory);
   opt_in<prefill_kernel<C>>(where.device, kSharedBytes);
-  prefill_kernel<C><<<grid, C::kThreads, kSharedBytes, stream>>>(p);
+  const auto grid = static_cast<unsigned>(std::min<int64_t>(device.sm_count, items));
+  launch_overlapped(prefill_kernel<C>, grid, C::kThreads, kSharedBytes, stream, p);
+  if (s.splits > 1) {
+    const auto blocks = static_cast<unsigned>(ceil_div(q.total_tokens * q.q_heads, kCombineWarps));
+    launch_overlapped<QueryView, const float*, const float*, int>(combine_splits<typename C::Element>, blocks,
+                                                                  32 * kCombineWarps, 0, stream, q, p.partial_out,
+                                                                  p.partial_lse, s.splits);
+  }
   return launch_status();
 }
 
 template <class Element, int kTileD> Status run(const Attention16Params& p, const Device& device, const Launch& where) {
-  if (p.score.softcap > 0 || !(p.score.scale > 0)) return run<Traits<Element, kTileD, true>>(p, device, where);
+  if (is_general(p)) return run<Traits<Element, kTileD, true>>(p, device, where);
   return run<Traits<Element, kTileD, false>>(p, device, where);
 }
 

@@ -1,0 +1,190 @@
+// From accumulators to out and lse: sinks, rows that see nothing, rows that see one key, splits.
+//
+// What follows from the thread's number is worked out anew here (ptx::fresh_thread): kept in registers over the main
+// loop, it would spill.
+#pragma once
+#include "cuda/finish_row.cuh"
+#include "cuda/prefill_sm90/softmax.cuh"
+#include "cuda/ptx/fresh_thread.cuh"
+#include "cuda/ptx/ldmatrix.cuh"
+#include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/ptx/warpgroup.cuh"
+#include "cuda/vector.cuh"
+
+namespace flashq::cuda::sm90 {
+
+// A tile's row: its query, and its head among all.
+__device__ __forceinline__ RowPlace place_row(const Schedule& s, const Tile& tile, int row) {
+  const int query = row >> s.pack_log2;
+  return {query, (tile.head << s.pack_log2) + row - (query << s.pack_log2)};
+}
+
+__device__ __forceinline__ float sink_of(const Params& p, const Tile& tile, int head) {
+  return p.sinks && tile.kv_len >= 0 && tile.split == 0 ? p.sinks[head * p.sinks_stride] : -kInf;
+}
+
+// Tokens and heads in the order of Params::partial_out.
+__device__ __forceinline__ int64_t partial_row(const Params& p, const Tile& tile, RowPlace place) {
+  const Schedule& s = p.schedule;
+  const int64_t token = (int64_t{tile.split} * s.batch + tile.batch) * s.q_len + tile.q_begin + place.query;
+  return token * (s.head_packs << s.pack_log2) + place.head;
+}
+
+// Writes the row's lse. `sum` is the whole row's. `sees`: some key, as far as is known without the page table and the
+// scores.
+__device__ __forceinline__ FinishedRow finish_row(const Params& p, const Tile& tile, RowPlace place, float max,
+                                                  float sum, bool sees) {
+  const FinishedRow done =
+      cuda::finish_row(SoftmaxState<Binary>{max * p.scale_log2, sum}, sink_of(p, tile, place.head), sees);
+  if (threadIdx.x % 4 == 0 && place.query < tile.q_len) {
+    float* lse = p.lse + tile.batch * p.lse_stride[0] + place.head * p.lse_stride[1] +
+                 (tile.q_begin + place.query) * p.lse_stride[2];
+    if (p.schedule.splits > 1) lse = p.partial_lse + partial_row(p, tile, place);
+    *lse = done.lse;
+  }
+  return done;
+}
+
+// Rows of one warp (16, from `row0` on) that see one key, and no sink. `found`: this thread's rows, lane / 4 and 8
+// further, have met a key here whose score is neither NaN nor -inf. put(row of 16, chunk, eight values).
+template <class Put> __device__ __forceinline__ void copy_lone_values(const Params& p, const Tile& tile, int row0,
+                                                                      const bool (&found)[2], const Put& put) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const bool first = __shfl_sync(~0u, found[0], lane * 4), second = __shfl_sync(~0u, found[1], lane * 4);
+  const auto value_of = [&](int row) -> const uint16_t* {
+    const RowPlace place = place_row(p.schedule, tile, row);
+    const Keys keys = visible_keys(p.schedule, tile, place.query);
+    if (keys.end - keys.begin != 1 || place.query >= tile.q_len) return nullptr;
+    if (p.sinks && p.sinks[place.head * p.sinks_stride] != -kInf) return nullptr;
+    int64_t page = tile.sequence, slot = tile.k_begin + keys.begin;
+    if (p.pages.table.given()) {
+      page = p.pages.table(tile.sequence, keys.begin / p.pages.size);  // exists: the row has found it
+      slot = keys.begin % p.pages.size;
+    }
+    return p.v_rows + page * p.v_stride[0] + slot * p.v_stride[1] + tile.head / p.schedule.packs_per_kv * p.v_stride[2];
+  };
+  const bool own = lane < 8 ? first : lane < 16 && second;
+  cuda::copy_lone_values(own ? value_of(row0 + lane) : nullptr, [&](int r, const uint16_t* value) {
+    if (lane * 8 < p.head_dim) put(r, lane, load<uint4>(value + lane * 8));
+  });
+  __syncwarp();
+}
+
+// The rows of a tile that ends with its sequence, from the staging buffer, without touching the neighbour's.
+template <class C>
+__device__ __forceinline__ void store_rows(const Params& p, const Tile& tile, int first_row, const void* staged) {
+  const int chunks = p.head_dim / 8;
+  for (int i = static_cast<int>(threadIdx.x % 128); i < C::kRows * chunks; i += 128) {
+    const int r = i / chunks, chunk = i % chunks;
+    const auto [query, head] = place_row(p.schedule, tile, first_row + r);
+    if (query >= tile.q_len) break;
+    const auto from = static_cast<const uint4*>(staged) + (chunk / 8 * C::kRows + r) * 8 + (chunk ^ r) % 8;
+    store(p.out_rows + (tile.q_begin + query) * p.out_stride[0] + head * p.out_stride[1] + chunk * 8, *from);
+  }
+}
+
+// Rows of a split, in fp32, for combine.cuh.
+template <int kTileD>
+__device__ __forceinline__ void store_partial(const Params& p, const Tile& tile, int thread_row,
+                                              const float (&o)[kTileD / 2], const FinishedRow (&done)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const RowPlace place = place_row(p.schedule, tile, thread_row + 8 * h);
+    if (place.query >= tile.q_len) continue;
+    float* out = p.partial_out + partial_row(p, tile, place) * p.head_dim;
+#pragma unroll
+    for (int j = 0; j < kTileD / 8; ++j) {
+      const int column = 8 * j + static_cast<int>(threadIdx.x % 4) * 2;
+      if (column < p.head_dim)
+        store(out + column, float2{o[4 * j + 2 * h] * done[h].scale, o[4 * j + 2 * h + 1] * done[h].scale});
+    }
+  }
+}
+
+// copy_lone_values for a split.
+template <class T>
+__device__ __forceinline__ void copy_lone_partials(const Params& p, const Tile& tile, int row0,
+                                                   const bool (&found)[2]) {
+  __syncwarp();
+  copy_lone_values(p, tile, row0, found, [&](int r, int chunk, uint4 values) {
+    float* out = p.partial_out + partial_row(p, tile, place_row(p.schedule, tile, row0 + r)) * p.head_dim + chunk * 8;
+    const uint32_t words[4] = {values.x, values.y, values.z, values.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) out[i] = T::load(static_cast<uint16_t>(words[i / 2] >> (16 * (i % 2))));
+  });
+}
+
+// Writes the rows of a warpgroup; `staged` is its Q, which nobody needs any more once all four warps have come here.
+// The last thing the leader does is to commit a TMA store from there, or nothing.
+template <class C>
+__device__ __forceinline__ void finish_tile(const Params& p, const Tile& tile, int wg,
+                                            typename C::SharedMemory::Box (&staged)[C::kBoxes][C::kRows],
+                                            bool found_all, float (&o)[C::kTileD / 2], RowState& rows) {
+  using Element = typename C::Element;
+  const int thread = ptx::fresh_thread(), lane = thread % 32;
+  const int row0 = tile.row + wg * C::kRows, warp_row = thread % 128 / 32 * 16,
+            thread_row = row0 + row_of_thread(thread);
+  FinishedRow done[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    rows.sum[h] += __shfl_xor_sync(~0u, rows.sum[h], 1);
+    rows.sum[h] += __shfl_xor_sync(~0u, rows.sum[h], 2);
+    const RowPlace place = place_row(p.schedule, tile, thread_row + 8 * h);
+    const Keys keys = visible_keys(p.schedule, tile, place.query);
+    const bool sees = max(keys.begin, tile.first * C::kTileK) < min(keys.end, tile.end * C::kTileK);
+    done[h] = finish_row(p, tile, place, rows.max[h], rows.sum[h], sees && (found_all || rows.sum[h] != 0));
+  }
+  if (done[0].zero || done[1].zero) {
+#pragma unroll
+    for (int i = 0; i < C::kTileD / 2; ++i) o[i] = done[i / 2 % 2].zero ? 0 : o[i];
+  }
+  // The number of visible keys is least at an end of the rows.
+  const auto count_keys = [&](int row) {
+    const Keys keys = visible_keys(p.schedule, tile, row >> p.schedule.pack_log2);
+    return keys.end - keys.begin;
+  };
+  const bool lone = min(count_keys(row0), count_keys(row0 + C::kRows - 1)) <= 1;
+  const bool found[2] = {rows.sum[0] > 0, rows.sum[1] > 0};
+  ptx::named_barrier_sync(C::warpgroup_barrier(wg), 128);  // all four warps are done with Q
+  if (p.schedule.splits > 1) {
+    store_partial<C::kTileD>(p, tile, thread_row, o, done);
+    if (lone) copy_lone_partials<Element>(p, tile, row0 + warp_row, found);
+  } else {
+    // O through Q's buffer. Lane 8 i + j names row j of tile i of 8 x 8 values; tiles are rows 0-7 and 8-15 of
+    // columns 0-7, then of columns 8-15.
+    const uint32_t staged_row = ptx::shared_address(staged) + (warp_row + lane % 16) * 128;
+#pragma unroll
+    for (int c = 0; c < C::kTileD / 16; ++c) {
+      const float* x = &o[8 * c];
+      const int chunk = 2 * c + lane / 16;  // of 16 bytes
+      ptx::stmatrix_x4(staged_row + chunk / 8 * sizeof staged[0] + (chunk ^ lane) % 8 * 16,
+                       ptx::pack<Element>(x[0] * done[0].scale, x[1] * done[0].scale),
+                       ptx::pack<Element>(x[2] * done[1].scale, x[3] * done[1].scale),
+                       ptx::pack<Element>(x[4] * done[0].scale, x[5] * done[0].scale),
+                       ptx::pack<Element>(x[6] * done[1].scale, x[7] * done[1].scale));
+    }
+    if (lone) {
+      __syncwarp();
+      auto* warp_staged = reinterpret_cast<uint4*>(staged) + warp_row * 8;
+      copy_lone_values(p, tile, row0 + warp_row, found, [&](int r, int chunk, uint4 value) {
+        warp_staged[chunk / 8 * (C::kRows * 8) + r * 8 + (chunk ^ r) % 8] = value;
+      });
+    }
+    const int token = row0 >> p.schedule.pack_log2;
+    const bool whole = !p.packed_queries || (row0 + C::kRows) >> p.schedule.pack_log2 <= tile.q_len;
+    ptx::fence_async_proxy();  // of the stores above: TMA reads the buffer, or fills it again
+    ptx::named_barrier_sync(C::warpgroup_barrier(wg), 128);
+    if (!whole) {
+      store_rows<C>(p, tile, row0, staged);
+      ptx::named_barrier_sync(C::warpgroup_barrier(wg), 128);
+    } else if (thread % 128 == 0 && token < tile.q_len) {
+#pragma unroll
+      for (int box = 0; box < C::kBoxes; ++box)
+        ptx::tma_store(p.out, {box * 64, 0, tile.q_begin + token, tile.head, tile.batch}, staged[box]);
+      ptx::tma_store_commit();
+    }
+  }
+}
+
+}  // namespace flashq::cuda::sm90
