@@ -84,8 +84,7 @@ class PagedCache:
         windows = as_integers(where, "window_left", window_left)
         windows = [windows] * num_layers if isinstance(windows, int) else windows
         if len(windows) != num_layers or not all(-1 <= window <= MOST_TOKENS for window in windows):
-            expected = f"-1 to {MOST_TOKENS}, one for all or one for each of {num_layers} layers"
-            self._refuse("", "window_left", expected, windows)
+            refuse(where, "window_left", f"-1 to {MOST_TOKENS}, one for all or each of {num_layers} layers", windows)
         try:
             torch.device(device)
         except (RuntimeError, TypeError):

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from flashq.caches import CacheFullError, PagedCache, PagedKVCache, Step, TBQ4Cache
+from flashq.caches.arguments import as_integer
 from flashq.caches.pages import count_pages
 
 ROOM = 256  # tokens a row beyond those that are needed, when a cache is made or gets larger
@@ -156,13 +157,16 @@ class ModelCache(Cache):
         self.windows = layer_windows(config, type(self).__name__)
         for name in sorted(options.keys() - (known := _options_of(self.kind))):
             self._refuse("options", ", ".join(sorted(known)), name)
+        where = f"integrations.transformers.{type(self).__name__}"
+        self._max_length = as_integer(where, "max_length", max_length)
+        self._page_size = as_integer(where, "page_size", options.get("page_size", 64), 1)
         super().__init__(layers=[_Layer(self, i, window != -1) for i, window in enumerate(self.windows)])
         self.paged: PagedCache | None = None
         """The flashq cache; None before the first forward pass."""
         self.rows: list[int] = []
         """Its sequence of every row of the batch."""
         self._options = {"max_chunk": 256, **options}
-        self._max_length, self._dtype = max_length, dtype
+        self._dtype = dtype
         self._kv_start: list[int] = []
         self._step: Step | None = None
         self._missing: set[int] = set()  # layers that have not stored the step's tokens yet
@@ -204,7 +208,7 @@ class ModelCache(Cache):
                 self._refuse("attention_mask", f"padding as before, {old} tokens in a row", start)
         if self.paged is None:
             tokens = max(self._max_length, count + ROOM)
-            pages = batch * count_pages(tokens, self._options.get("page_size", 64))
+            pages = batch * count_pages(tokens, self._page_size)
             self.paged = self.kind(
                 len(self.windows), kv_heads, head_dim,
                 **{"num_pages": pages, "max_sequences": batch, "window_left": self.windows, "device": k.device,
@@ -271,6 +275,8 @@ class ModelCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Keys and values (B, Hkv, S, D) of a layer, packed up for the attention function."""
+        if layer_idx >= len(self.windows):
+            self._refuse("layers", f"a model of {len(self.windows)}, for which it was made", f"layer {layer_idx}")
         tokens = key_states.shape[2] + self.get_seq_length()
         if layer_idx in self._missing:  # this pass has begun, in another layer
             tokens = self.get_seq_length()

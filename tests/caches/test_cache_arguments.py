@@ -29,7 +29,7 @@ from flashq.cli.capture import load_capture
         ({"max_chunk": 0}, "max_chunk: expected at least 1, got 0"),
         ({"dtype": torch.float64}, "dtype: expected torch.float16, .*, got torch.float64"),
         ({"window_left": -2}, r"window_left: expected -1 to 2147483647.*, got \[-2, -2\]"),
-        ({"window_left": [-1]}, r"window_left: expected .* each of 2 layers, got \[-1\]"),
+        ({"window_left": [-1]}, r"window_left: expected .* one for all or each of 2 layers, got \[-1\]"),
         ({"head_dim": 80}, "head_dim: expected 64, 128 or 256, got 80"),
         ({"exact_first": -1}, "exact_first: expected at least 0, got -1"),
         ({"exact_last": -4}, "exact_last: expected at least 0, got -4"),
