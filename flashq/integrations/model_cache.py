@@ -96,7 +96,8 @@ class NewTokens(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         raise NotImplementedError(
             f"flashq.integrations.transformers: {func}: keys and values of this cache are read by the attention "
-            'functions "fq" and "tbq4" only: call flashq.integrations.transformers.enable(model)'
+            'functions "fq" and "tbq4" only: call flashq.integrations.transformers.enable(model); a model whose layers '
+            "compute with what the cache returned is not supported"
         )
 
 

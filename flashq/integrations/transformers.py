@@ -220,6 +220,8 @@ def make_cache(model: PreTrainedModel, cache: str = "tbq4", **options: Any) -> M
     """
     if cache not in CACHES:
         refuse("make_cache", "cache", " or ".join(map(repr, CACHES)), repr(cache))
+    if not isinstance(model, PreTrainedModel):
+        refuse("make_cache", "model", "a model of Transformers", type(model).__name__)
     return CACHES[cache](model.config, **options)
 
 
@@ -230,7 +232,11 @@ def cache_keyword(model: PreTrainedModel) -> str:
 
 def _head_dim(config: PreTrainedConfig) -> int:
     text = config.get_text_config(decoder=True)
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if head_dim := getattr(text, "head_dim", None):
+        return head_dim
+    if not getattr(text, "num_attention_heads", None):
+        refuse("enable", "model", "a decoder of attention layers", type(config).__name__)
+    return text.hidden_size // text.num_attention_heads
 
 
 def enable(model: PreTrainedModel, cache: str = "tbq4", **options: Any) -> None:

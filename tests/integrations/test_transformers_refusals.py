@@ -60,6 +60,10 @@ CALLS: list[tuple[str, Callable[[Any], Any]]] = [
     ("options: expected max_chunk, .*, got page_sise", lambda m: fq.enable(m, "16bit", page_sise=16)),
     ("options: expected .*, got exact_last", lambda m: fq.enable(m, "16bit", exact_last=16)),
     ("options: expected .*, got window_left", lambda m: fq.make_cache(m, "tbq4", window_left=8)),
+    ("model: expected a model of Transformers, got Linear", lambda m: fq.enable(torch.nn.Linear(2, 2))),
+    ("model: expected a decoder of attention layers, got RwkvConfig",
+     lambda m: fq.enable(transformers.RwkvForCausalLM(
+         transformers.RwkvConfig(vocab_size=9, hidden_size=8, num_hidden_layers=2)))),
     ("max_length: expected an integer, got 2.5", lambda m: fq.make_cache(m, "tbq4", max_length=2.5)),
     ("page_size: expected at least 1, got 0", lambda m: fq.make_cache(m, "tbq4", page_size=0)),
     ("layers: expected a model of 1, for which it was made, got layer 1",
