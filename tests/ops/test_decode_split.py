@@ -229,4 +229,4 @@ def test_kernels_for_smaller_gpus(shared_bytes: int) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *tests], env=env, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

@@ -8,10 +8,11 @@
 
 namespace flashq::cuda {
 
-// How many clusters of more CTAs than every GPU can hold run at a time; 0 where they cannot.
-template <auto kKernel> int count_clusters(const cudaLaunchConfig_t& config, int32_t device) {
-  static std::atomic<int> known[64];  // plus one
-  std::atomic<int> none{0}, &answer = device < 64 ? known[device] : none;
+// How many clusters of more CTAs than every GPU can hold run at a time; 0 where they cannot. A kernel serves several
+// shapes, each with threads and shared memory of its own.
+template <auto kKernel> int count_clusters(const cudaLaunchConfig_t& config, int shape, int32_t device) {
+  static std::atomic<int> known[kDecodeShapes][64];  // plus one
+  std::atomic<int> none{0}, &answer = device < 64 ? known[shape][device] : none;
   if (answer.load(std::memory_order_relaxed) == 0) {
     int clusters = 0;
     if (cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) ||
@@ -40,7 +41,8 @@ Status launch_decode_kernel(const DecodeLaunch& how, DecodeParams p, const Launc
   config.stream = static_cast<cudaStream_t>(launch.stream);
   config.attrs = &attribute;
   config.numAttrs = how.cluster > 1 ? 1 : 0;
-  if (how.cluster > kPortableCluster && count_clusters<kKernel>(config, launch.device) * how.cluster < how.ctas) {
+  if (how.cluster > kPortableCluster &&
+      count_clusters<kKernel>(config, how.shape, launch.device) * how.cluster < how.ctas) {
     config.gridDim.x = config.gridDim.x / static_cast<unsigned>(how.cluster) * kPortableCluster;
     attribute.val.clusterDim.x = kPortableCluster;
     p.cluster_ctas = kPortableCluster;

@@ -209,28 +209,34 @@ template <class T, int kDim, int kTiles, int kDepth> __global__ void __launch_bo
         if constexpr (kDepth == 2) there |= pages[part + 1] << kGroup;
         const bool clear = first >= clear_begin && first + kDepth * kGroup <= clear_end && there == kAllThere;
         uint32_t hidden = 0;  // scores, by number, of keys that their row does not see
+        float least[kTiles][2];
+#pragma unroll
+        for (int i = 0; i < 2 * kTiles; ++i) least[i / 2][i % 2] = kLeastMaximum;
         if (!clear) {
 #pragma unroll
           for (int n = 0; n < kTiles; ++n)
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
               const TileRange keys = ranges[8 * n + 2 * t + c];
+              bool sees = false;
 #pragma unroll
               for (int j = 0; j < 2 * kDepth; ++j) {
                 const int token = g + 8 * j, number = (j / 2 * kTiles + n) * 4 + j % 2 * 2 + c;
                 if (first + token < keys.begin || first + token >= keys.end || !(there >> token & 1))
                   hidden |= 1u << number;
+                else
+                  sees = true;
               }
+              if (!sees) least[n][c] = -kInf;
             }
 #pragma unroll
           for (int i = 0; i < 4 * kDepth * kTiles; ++i) s[i / 4][i % 4] = hidden >> i & 1 ? -kInf : s[i / 4][i % 4];
         }
-        rows.template raise_maxima<kDepth>(s);
+        rows.template raise_maxima<kDepth>(s, least);
 #pragma unroll
         for (int i = 0; i < 4 * kDepth * kTiles; ++i)
           s[i / 4][i % 4] = ptx::exp2_approx(s[i / 4][i % 4] - rows.max[i / 4 % kTiles][i % 2]);
-        if (!clear) {  // a score of -inf stays NaN where the maximum is -inf too, but keys that are not seen weigh
-                       // nothing
+        if (!clear) {  // NaN where a row has seen nothing yet
 #pragma unroll
           for (int i = 0; i < 4 * kDepth * kTiles; ++i) s[i / 4][i % 4] = hidden >> i & 1 ? 0 : s[i / 4][i % 4];
         }

@@ -31,7 +31,7 @@ __device__ __forceinline__ RowPart merge_lanes(const RowPart& part, int lanes) {
   const bool none = part.state.empty();
   float x[5] = {part.state.sum, part.o.x, part.o.y, part.o.z, part.o.w};
 #pragma unroll
-  for (float& value : x) value = none ? 0 : value * weight;
+  for (float& value : x) value = none ? -0.f : value * weight;  // a sum with +0 would lose the sign of a lone -0
 #pragma unroll 1
   for (int step = 1; step < lanes; step *= 2)
 #pragma unroll

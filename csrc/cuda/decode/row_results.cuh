@@ -1,6 +1,8 @@
 // Query rows of a warp in the fragments of mma.m16n8k16, rows as columns: lane 4 g + t feeds row 8 n + g, and of the
 // results has rows 8 n + 2 t + c (c = 0, 1), columns 16 i + g and 16 i + 8 + g.
 #pragma once
+#include <cfloat>
+
 #include "cuda/decode/call.h"
 #include "cuda/decode/finish.cuh"
 
@@ -38,6 +40,10 @@ struct QueryRow {
   }
 };
 
+// The maximum of a row that has seen keys, but none whose score is more than -inf: they weigh exp2(-inf - it) = 0, not
+// NaN, and (it, 0) is no empty state. Its sums are 0 / 0 in the end, NaN as in eager attention, unless there is a sink.
+inline constexpr float kLeastMaximum = -FLT_MAX;
+
 // Softmax states and sums of a warp's rows. max is the same in all lanes of a row; sum is each lane's own part until
 // complete_sums().
 template <int kTiles, int kSteps> struct RowSums {
@@ -48,15 +54,17 @@ template <int kTiles, int kSteps> struct RowSums {
     for (int i = 0; i < 2 * kTiles; ++i) max[i / 2][i % 2] = -kInf;
   }
 
-  // s: scores of 16 kDepth tokens, (kDepth, kTiles) fragments. Raises the maxima where that is needed.
-  template <int kDepth> __device__ __forceinline__ void raise_maxima(const float (&s)[kDepth * kTiles][4]) {
+  // s: scores of 16 kDepth tokens, (kDepth, kTiles) fragments. Raises the maxima where that is needed, to `least` at
+  // least: kLeastMaximum for a row that sees one of this lane's tokens, else -inf.
+  template <int kDepth> __device__ __forceinline__ void raise_maxima(const float (&s)[kDepth * kTiles][4],
+                                                                     const float (&least)[kTiles][2]) {
     float top[kTiles][2];
     bool raise = false;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        top[n][c] = fmaxf(s[n][c], s[n][2 + c]);  // may miss a NaN; the sum does not
+        top[n][c] = fmaxf(fmaxf(s[n][c], s[n][2 + c]), least[n][c]);  // may miss a NaN; the sum does not
         if constexpr (kDepth == 2) top[n][c] = fmaxf(top[n][c], fmaxf(s[kTiles + n][c], s[kTiles + n][2 + c]));
         raise |= top[n][c] > max[n][c] + kLazyGrowth;  // the first finite score of a row is its maximum
       }
