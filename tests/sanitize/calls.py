@@ -194,11 +194,26 @@ CALLS: dict[str, Callable[[], Iterator[Call]]] = {
     "decode": decode,
     "tbq4_attention": tbq4_attention,
 }
+
+
+def _move_indices(op: str) -> Iterator[Call]:
+    """The calls of an op with every value of its index tensors far above, then far below, what there is."""
+
+    def moved(x: Any, by: int) -> Any:
+        return x + by if isinstance(x, Tensor) and x.dtype in (torch.int32, torch.int64) else x
+
+    for (arguments, options), by in product(CALLS[op](), (10**6, -(10**6))):
+        yield tuple(moved(x, by) for x in arguments), {name: moved(x, by) for name, x in options.items()}
+
+
 # What the CPU refuses and a GPU, which cannot tell without waiting, has to survive.
 OUT_OF_RANGE: dict[str, Callable[[], Iterator[Call]]] = {
     "kv_append_": lambda: kv_append(beyond=2),
     "tbq4_append_": lambda: tbq4_append(beyond=2),
     "tbq4_page_offsets_": lambda: page_offsets(beyond=10**6),
+    "prefill_varlen": lambda: _move_indices("prefill_varlen"),
+    "decode": lambda: _move_indices("decode"),
+    "tbq4_attention": lambda: _move_indices("tbq4_attention"),
 }
 
 
