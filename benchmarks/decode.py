@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks import gpu_peers
 from benchmarks.gpu import GpuSetup
-from benchmarks.gpu_graphs import input_sets
+from benchmarks.gpu_graphs import input_sets, random_normal
 from benchmarks.measure import Case
 from flashq.cli.timing import Call
 
@@ -53,14 +53,9 @@ class Shape:
         """k_cache and v_cache (batch, tokens, kv_heads, head_dim)."""
         heads, tokens = self.kv_heads, self.tokens
         sizes = (heads, tokens) if self.heads_first else (tokens, heads)
-        pair = [_random(self.batch, *sizes, self.head_dim, seed=2 * seed + i) for i in (0, 1)]
+        pair = [random_normal(self.batch, *sizes, self.head_dim, dtype=DTYPE, seed=2 * seed + i) for i in (0, 1)]
         k, v = (x.transpose(1, 2) for x in pair) if self.heads_first else pair
         return k, v
-
-
-def _random(*shape: int, seed: int) -> Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(*shape, device="cuda", generator=generator, dtype=DTYPE)
 
 
 def _lengths(values: list[int]) -> Tensor:
@@ -70,7 +65,7 @@ def _lengths(values: list[int]) -> Tensor:
 def _prepare(shape: Shape, peers: bool, on_host: bool) -> GpuSetup:
     def contenders(index: int) -> dict[str, Call]:
         k, v = shape.caches(index)
-        q = _random(shape.batch, shape.q_len, shape.q_heads, shape.head_dim, seed=1000 + index)
+        q = random_normal(shape.batch, shape.q_len, shape.q_heads, shape.head_dim, dtype=DTYPE, seed=1000 + index)
         seqlens = _lengths([shape.tokens] * shape.batch)
         calls: dict[str, Call] = {"flashq": lambda: torch.ops.flashq.decode(q, k, v, seqlens, **shape.options)}
         if peers:
@@ -86,7 +81,7 @@ def _prepare_window(shape: Shape) -> GpuSetup:
     """The last WINDOW tokens of a long sequence; every input set is another sequence of one cache."""
     seen = replace(shape, tokens=WINDOW)
     k, v = shape.caches(0)
-    q = _random(1, 1, shape.q_heads, shape.head_dim, seed=2)
+    q = random_normal(1, 1, shape.q_heads, shape.head_dim, dtype=DTYPE, seed=2)
 
     def contenders(index: int) -> dict[str, Call]:
         seqlens = _lengths([shape.tokens - index * WINDOW])
@@ -111,7 +106,7 @@ def _prepare_ragged(shape: Shape, page_size: int) -> GpuSetup:
     def contenders(index: int) -> dict[str, Call]:
         pages = replace(shape, batch=sum(needed), tokens=page_size)
         k, v = pages.caches(index)
-        q = _random(shape.batch, 1, shape.q_heads, shape.head_dim, seed=1000 + index)
+        q = random_normal(shape.batch, 1, shape.q_heads, shape.head_dim, dtype=DTYPE, seed=1000 + index)
         return {"flashq": lambda: torch.ops.flashq.decode(q, k, v, seqlens, table)}
 
     return GpuSetup(contenders, work, work, "read", on_host=False)

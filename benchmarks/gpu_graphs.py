@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from benchmarks import gpu_probes
 from flashq.cli.timing import Call
@@ -36,6 +37,12 @@ def rotation(footprint: float, l2_bytes: int) -> int:
 def input_sets(footprint: float) -> int:
     """`rotation` on the current GPU."""
     return rotation(footprint, l2_bytes())
+
+
+def random_normal(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Inputs of a contender: the same for a seed in every run."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, device="cuda", generator=generator, dtype=dtype)
 
 
 class Graph(NamedTuple):

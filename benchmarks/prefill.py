@@ -17,6 +17,7 @@ from torch import Tensor
 import flashq
 from benchmarks import gpu_peers
 from benchmarks.gpu import GpuSetup
+from benchmarks.gpu_graphs import random_normal
 from benchmarks.measure import Case
 from flashq.cli.timing import Call
 
@@ -50,7 +51,7 @@ class Shape:
         """q, k and v, random normal."""
         heads = (self.q_heads, self.kv_heads, self.kv_heads)
         return [
-            _random(self.batch, self.tokens, count, self.head_dim, dtype=dtype, seed=3 * seed + part)
+            random_normal(self.batch, self.tokens, count, self.head_dim, dtype=dtype, seed=3 * seed + part)
             for part, count in enumerate(heads)
         ]
 
@@ -67,11 +68,6 @@ def work_of(shape: Shape, q_len: int, kv_len: int, *, causal: bool = True, windo
     if window_left >= 0:
         seen = seen.clamp(max=window_left + 1)
     return 4.0 * shape.head_dim * shape.q_heads * int(seen.clamp(min=0).sum())
-
-
-def _random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(*shape, device="cuda", generator=generator, dtype=dtype)
 
 
 def _beside_dense(dense: Shape, dtype: torch.dtype, work: float) -> tuple[dict[str, Call], dict[str, float]]:
@@ -128,7 +124,7 @@ def _prepare_option(shape: Shape, dense: Shape, options: dict[str, Any], with_si
 
     def contenders(index: int) -> dict[str, Call]:
         q, k, v = shape.inputs(BF16, index)
-        sinks = _random(shape.q_heads, dtype=torch.float32, seed=index) if with_sinks else None
+        sinks = random_normal(shape.q_heads, dtype=torch.float32, seed=index) if with_sinks else None
         calls: dict[str, Call] = {"flashq": lambda: flashq.prefill(q, k, v, sinks, causal=True, **options)}
         calls |= plain
         if (fa3 := gpu_peers.fa3()) and not with_sinks:

@@ -11,7 +11,7 @@ from torch import Tensor
 import flashq
 from benchmarks import gpu_probes
 from benchmarks.gpu import GpuSetup
-from benchmarks.gpu_graphs import input_sets
+from benchmarks.gpu_graphs import input_sets, random_normal
 from benchmarks.measure import Case
 from flashq import tbq4
 from flashq.cli.timing import Call
@@ -21,11 +21,6 @@ HEADS = 8
 COPY = "torch copy_ of as many bytes"
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-
-
-def _random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
 
 
 def _copy_of(work: float) -> Call:
@@ -59,7 +54,7 @@ def _plane_bytes(head_dim: int) -> int:
 
 def _prepare_codec(op: str, dtype: torch.dtype, tokens: int, heads: int, head_dim: int) -> GpuSetup:
     def contenders(index: int) -> dict[str, Call]:
-        x = _random(tokens, heads, head_dim, dtype=dtype, seed=index)
+        x = random_normal(tokens, heads, head_dim, dtype=dtype, seed=index)
         if op == "tbq4_dequantize":
             codes, norms = torch.ops.flashq.tbq4_quantize(x)
             return {"flashq": lambda: torch.ops.flashq.tbq4_dequantize(codes, norms, dtype=dtype)}
@@ -104,17 +99,17 @@ def _prepare_append(op: str, dtype: torch.dtype, tokens: int, head_dim: int, ste
     slots = _slots(input_sets(work), tokens, step)
     pages = -(-slots.numel() // PAGE_SIZE)
     if op == "kv_append_":
-        planes = [_random(pages, PAGE_SIZE, HEADS, head_dim, dtype=dtype, seed=seed) for seed in (0, 1)]
+        planes = [random_normal(pages, PAGE_SIZE, HEADS, head_dim, dtype=dtype, seed=seed) for seed in (0, 1)]
     else:
         blocks = head_dim // tbq4.block_width(head_dim)
         planes = []
         for _ in "kv":
             planes.append(torch.zeros(pages, HEADS, PAGE_SIZE, head_dim // 2, device="cuda", dtype=torch.uint8))
             planes.append(torch.zeros(pages, HEADS, PAGE_SIZE, blocks, device="cuda", dtype=FP16))
-    page_offsets = _random(pages, HEADS, head_dim, dtype=FP16, seed=2) if offsets else None
+    page_offsets = random_normal(pages, HEADS, head_dim, dtype=FP16, seed=2) if offsets else None
 
     def contenders(index: int) -> dict[str, Call]:
-        k, v = (_random(tokens, HEADS, head_dim, dtype=dtype, seed=3 * index + part) for part in range(2))
+        k, v = (random_normal(tokens, HEADS, head_dim, dtype=dtype, seed=3 * index + part) for part in range(2))
         if op == "tbq4_append_":
             return {"flashq": lambda: torch.ops.flashq.tbq4_append_(k, v, *planes, slots[index], page_offsets)}
         rows = [plane.view(-1, HEADS, head_dim) for plane in planes]
@@ -156,9 +151,9 @@ def _prepare_page_offsets(sequences: int, tokens: int, earlier: int, head_dim: i
     work = sequences * (HEADS * (read + written) + 24.0)
 
     def contenders(index: int) -> dict[str, Call]:
-        k = _random(sequences * tokens, HEADS, head_dim, dtype=BF16, seed=2 * index)
+        k = random_normal(sequences * tokens, HEADS, head_dim, dtype=BF16, seed=2 * index)
         codes, norms = torch.ops.flashq.tbq4_quantize(
-            _random(pages, HEADS, PAGE_SIZE, head_dim, dtype=BF16, seed=2 * index + 1)
+            random_normal(pages, HEADS, PAGE_SIZE, head_dim, dtype=BF16, seed=2 * index + 1)
         )
         offsets = torch.zeros(pages, HEADS, head_dim, device="cuda", dtype=FP16)
         seqlens = torch.full((sequences,), length, device="cuda")
@@ -192,8 +187,8 @@ def page_offset_cases(quick: bool) -> Iterator[Case[GpuSetup]]:
 
 def _prepare_merge(dtype: torch.dtype, partials: int, tokens: int, heads: int, head_dim: int) -> GpuSetup:
     def contenders(index: int) -> dict[str, Call]:
-        outs = _random(partials, tokens, heads, head_dim, dtype=dtype, seed=2 * index)
-        lses = _random(partials, heads, tokens, dtype=FP32, seed=2 * index + 1)
+        outs = random_normal(partials, tokens, heads, head_dim, dtype=dtype, seed=2 * index)
+        lses = random_normal(partials, heads, tokens, dtype=FP32, seed=2 * index + 1)
         return {
             "flashq": lambda: torch.ops.flashq.merge_states(outs, lses),
             "eager": lambda: flashq.reference.merge_states(outs, lses),

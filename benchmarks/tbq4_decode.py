@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashq
+from benchmarks import gpu_peers
 from benchmarks.gpu import GpuSetup
 from benchmarks.measure import Case
 from flashq import tbq4
@@ -147,9 +147,8 @@ def _contenders(shape: Shape, index: int) -> dict[str, Call]:
             return torch.nn.functional.scaled_dot_product_attention(*heads_first, enable_gqa=True)
 
     calls["cuDNN bf16"] = cudnn
-    if importlib.util.find_spec("fa3_fwd_interface"):
-        fa3 = importlib.import_module("fa3_fwd_interface")
-        calls["FlashAttention-3 bf16"] = lambda: fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=seqlens)
+    if fa3 := gpu_peers.fa3():
+        calls[f"{gpu_peers.FA3} bf16"] = lambda: fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=seqlens)
     return calls
 
 

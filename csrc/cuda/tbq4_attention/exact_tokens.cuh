@@ -128,16 +128,7 @@ template <class T, int D, int kTiles> class ExactTokens {
         }
 #pragma unroll
         for (int step = 4; step < 32; step *= 2) top[c] = fmaxf(top[c], __shfl_xor_sync(~0u, top[c], step));
-        if (floorf(top[c]) > state.base[n][c]) {
-          const float base = floorf(top[c]), shrink = ptx::exp2_approx(state.base[n][c] - base);
-          state.base[n][c] = base;
-          state.sum[n][c] *= shrink;
-#pragma unroll
-          for (int i = 0; i < kAcc; ++i) {
-            acc[n][i][c] *= shrink;
-            acc[n][i][2 + c] *= shrink;
-          }
-        }
+        if (const float base = floorf(top[c]); base > state.base[n][c]) state.move_base(n, c, base, acc[n]);
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {

@@ -1,7 +1,6 @@
 // The kernels of one head dim.
 #pragma once
-#include <atomic>
-
+#include "cuda/opt_in.h"
 #include "cuda/tbq4_attention/kernel.cuh"
 #include "cuda/tbq4_attention/launch.h"
 
@@ -9,18 +8,12 @@ namespace flashq::cuda {
 
 template <int D, int kTiles>
 Status launch_code_kernel(const CodeLaunch& how, const CodeParams& p, const Launch& launch) {
-  const auto kernel = code_attention_kernel<D, kTiles, most_code_warps(D, kTiles)>;
-  // Devices on which the kernel may use their shared memory, so that a launch costs one call.
-  static std::atomic<uint64_t> prepared{0};
-  const uint64_t bit = launch.device < 64 ? uint64_t{1} << launch.device : 0;
-  if (!(prepared.load(std::memory_order_relaxed) & bit)) {
-    Device device{};
-    if (const Status status = describe_device(launch.device, device); !status.ok()) return status;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(device.shared_bytes));
-    prepared.fetch_or(bit, std::memory_order_relaxed);
-  }
-  kernel<<<static_cast<unsigned>(how.ctas), static_cast<unsigned>(how.warps * 32),
-           static_cast<size_t>(how.shared_bytes), static_cast<cudaStream_t>(launch.stream)>>>(p);
+  constexpr auto kKernel = code_attention_kernel<D, kTiles, most_code_warps(D, kTiles)>;
+  Device device{};
+  if (const Status status = describe_device(launch.device, device); !status.ok()) return status;
+  opt_in<kKernel>(launch.device, static_cast<int>(device.shared_bytes));  // launch_status() reports a failure
+  kKernel<<<static_cast<unsigned>(how.ctas), static_cast<unsigned>(how.warps * 32),
+            static_cast<size_t>(how.shared_bytes), static_cast<cudaStream_t>(launch.stream)>>>(p);
   return launch_status();
 }
 

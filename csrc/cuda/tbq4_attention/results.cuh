@@ -18,6 +18,18 @@ template <int kTiles> struct LaneStates {
         sum[n][c] = 0;
       }
   }
+
+  // Weights of a row are relative to 2^to from now on, those of the past too: acc[.][c] and [.][2 + c] are its sums.
+  template <int kAcc> __device__ __forceinline__ void move_base(int n, int c, float to, float (&acc)[kAcc][4]) {
+    const float shrink = ptx::exp2_approx(base[n][c] - to);
+    base[n][c] = to;
+    sum[n][c] *= shrink;
+#pragma unroll
+    for (int i = 0; i < kAcc; ++i) {
+      acc[i][c] *= shrink;
+      acc[i][2 + c] *= shrink;
+    }
+  }
 };
 
 // Sums over all lanes of a row, brought to [1, 2) by a power of two that moves to the base: both then lose nothing in

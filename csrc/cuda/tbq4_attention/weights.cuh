@@ -95,15 +95,7 @@ template <int D, int kTiles> struct TileWeights {
 #pragma unroll
         for (int step = 4; step < 32; step *= 2) high = fmaxf(high, __shfl_xor_sync(~0u, high, step));
         const float base = floorf(high) - kFreshWeight;
-        if (!(base > state.base[n][c])) continue;
-        const float shrink = ptx::exp2_approx(state.base[n][c] - base);
-        state.base[n][c] = base;
-        state.sum[n][c] *= shrink;
-#pragma unroll
-        for (int i = 0; i < kAcc; ++i) {
-          acc[n][i][c] *= shrink;
-          acc[n][i][2 + c] *= shrink;
-        }
+        if (base > state.base[n][c]) state.move_base(n, c, base, acc[n]);
       }
   }
 };
