@@ -217,7 +217,7 @@ def test_a_call_keeps_the_host_for_12_us(op: str) -> None:
         return (time.perf_counter() - start) / calls
 
     with torch.inference_mode():
-        rounds = [(time_calls(lambda: overload(**inputs)), time_calls(lambda: x.add_(1))) for _ in range(200)]
+        rounds = [(time_calls(lambda: overload(**inputs)), time_calls(lambda: x.add_(1))) for _ in range(600)]
     taken, added = (min(times) for times in zip(*rounds, strict=True))
     assert taken < 12e-6 * max(1, added / 6.6e-6), f"{taken * 1e6:.1f} us, add_ {added * 1e6:.1f} us"
 
