@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import gpu_peers
+from benchmarks import empty_op, gpu_peers
 from benchmarks.gpu import GpuSetup
 from benchmarks.gpu_graphs import input_sets, random_normal
 from benchmarks.measure import Case
@@ -74,7 +74,9 @@ def _prepare(shape: Shape, peers: bool, on_host: bool) -> GpuSetup:
                 calls[gpu_peers.FA3] = lambda: fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=seqlens)
         return calls
 
-    return GpuSetup(contenders, shape.work, shape.work, "read", on_host=on_host)
+    nothing = torch.empty(1, 1, 1, shape.head_dim, device="cuda", dtype=DTYPE)
+    host_peers = {empty_op.NAME: lambda: empty_op.decode()(nothing, nothing, nothing, nothing)}
+    return GpuSetup(contenders, shape.work, shape.work, "read", on_host, host_peers if on_host else {})
 
 
 def _prepare_window(shape: Shape) -> GpuSetup:

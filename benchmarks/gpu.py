@@ -25,6 +25,8 @@ class GpuSetup:
     ceiling: Literal["read", "copy", "matmul"] | None = None
     on_host: bool = True
     """Whether the time that a call keeps the host is of interest."""
+    host_peers: Mapping[str, Call] = field(default_factory=dict)
+    """Calls that are measured for the time they keep the host, and nothing else."""
     scale: Mapping[str, float] = field(default_factory=dict)
     """What the seconds of contenders that do other work are multiplied by, so that they stand for the row's work."""
 
@@ -46,5 +48,5 @@ def measure(case: Case[GpuSetup], seconds: float, ceilings: Ceilings, pause: flo
     own = next(iter(sets[0]))
     result.alone = time_alone(sets[0][own])
     if setup.on_host:
-        result.host = {name: time_host(call) for name, call in sets[0].items()}
+        result.host = {name: time_host(call) for name, call in {**sets[0], **setup.host_peers}.items()}
     return result

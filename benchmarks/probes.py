@@ -45,6 +45,18 @@ def compile_library(source: Path, compiler: str, flags: list[str], salt: str = "
     return ctypes.CDLL(str(path))
 
 
+def find_compiler() -> str:
+    """The C++ compiler of CXX or PATH.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        raise RuntimeError("benchmarks: the ceilings need a C++ compiler: expected c++ on PATH or CXX, found none")
+    return compiler
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """The probes for this CPU.
@@ -52,10 +64,7 @@ def library() -> ctypes.CDLL:
     Raises:
         RuntimeError: there is no C++ compiler, or it fails.
     """
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        raise RuntimeError("benchmarks: the ceilings need a C++ compiler: expected c++ on PATH or CXX, found none")
-    loaded = compile_library(SOURCE, compiler, FLAGS, cpu_model())
+    loaded = compile_library(SOURCE, find_compiler(), FLAGS, cpu_model())
     for function in (loaded.probe_fma, loaded.probe_bf16, loaded.probe_read):
         function.restype = ctypes.c_double
     loaded.probe_fma.argtypes = loaded.probe_bf16.argtypes = [ctypes.c_int, ctypes.c_int64]

@@ -118,7 +118,7 @@ def _table(suite: str, rows: list[Result], place: str) -> str:
     if place == "gpu":
         columns["one call alone"] = lambda row: _time(row.alone)
         columns["host"] = lambda row: _time(row.host.get(_own(row)))
-        for peer in _peers(rows):
+        for peer in dict.fromkeys(name for row in rows for name in row.host if name != _own(row)):
             columns[f"host of {peer}"] = lambda row, peer=peer: (
                 format_seconds(row.host[peer]) if peer in row.host else ""
             )

@@ -14,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import decode, gpu_ceilings, gpu_graphs, gpu_probes, prefill, report, small_ops, tbq4_decode
+from benchmarks import decode, empty_op, gpu_ceilings, gpu_graphs, gpu_probes, prefill, report, small_ops, tbq4_decode
 from benchmarks.__main__ import main, measure_all
 from benchmarks.environment import SMI_FIELDS, parse_smi
 from benchmarks.measure import Case, Result, summarize
@@ -205,7 +205,18 @@ def test_quick_run_of_decode(tmp_path: Path) -> None:
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
     assert len(rows) == 4
     assert all(row["ceiling"] > 0 for row in rows.values())
-    assert {"torch flash", "cuDNN"} <= set(rows["decode 1 x 64 heads 32/8 D128"]["ratios"])
+    first = rows["decode 1 x 64 heads 32/8 D128"]
+    assert {"torch flash", "cuDNN"} <= set(first["ratios"])
+    assert 0 < first["host"][empty_op.NAME] < first["host"]["flashq"]
+    assert f"host of {empty_op.NAME}" in path.with_suffix(".md").read_text()
+
+
+def test_the_empty_op_has_the_schema_of_decode() -> None:
+    q = torch.ones(2, 1, 4, 8)
+    out, lse = empty_op.decode()(q, q, q, q, kv_chunk=256, scale=0.5, out_dtype=torch.float32)
+    assert out.data_ptr() == lse.data_ptr() == q.data_ptr()
+    schemas = (str(op.decode.default._schema) for op in (torch.ops.flashq, torch.ops.flashq_empty))
+    assert len({schema.split("::", 1)[1] for schema in schemas}) == 1
 
 
 @pytest.mark.cuda

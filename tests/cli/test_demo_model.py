@@ -36,10 +36,11 @@ def test_distances() -> None:
 
 @pytest.mark.slow
 @needs_weights
-def test_the_model_shows_what_the_caches_do(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_the_model_shows_what_the_caches_do(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     messages: list[str] = []
     with torch.inference_mode():
-        eager, full, tbq4, plain = demo_model.measure(new_tokens=8, report=messages.append)
+        eager, full, tbq4, plain = demo_model.measure(device, new_tokens=8, report=messages.append)
     assert [run.method for run in (eager, full, tbq4, plain)] == [EAGER, FULL, TBQ4, PLAIN]
     assert full.kl_mean < 1e-4
     assert full.top1 > 0.995
