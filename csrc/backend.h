@@ -34,6 +34,7 @@ struct Backend {
   Status (*tbq4_attention)(const AttentionTbq4Params&, const Launch&);
   Status (*kv_append)(const KvAppendParams&, const Launch&);
   Status (*tbq4_append)(const Tbq4AppendParams&, const Launch&);
+  Status (*tbq4_rope_append)(const Tbq4RopeAppendParams&, const Launch&);
   Status (*tbq4_page_offsets)(const PageOffsetsParams&, const Launch&);
   Status (*tbq4_quantize)(const Tbq4QuantizeParams&, const Launch&);
   Status (*tbq4_dequantize)(const Tbq4DequantizeParams&, const Launch&);
@@ -42,7 +43,7 @@ struct Backend {
 
   const char* (*describe)();  // one line for `python -m flashq info`: arches, or ISA levels
 };
-inline constexpr int32_t kBackendAbi = 3;
+inline constexpr int32_t kBackendAbi = 4;
 
 [[nodiscard]] const Backend& cpu_backend();
 

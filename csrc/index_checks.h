@@ -20,6 +20,8 @@ struct IndexFault {
   enum What : int32_t {
     kNone,
     kSlot,
+    kExactSlot,
+    kPosition,
     kLength,
     kAppendedLength,
     kStart,
@@ -36,7 +38,8 @@ struct IndexFault {
 
   // "block_table[3, 1]"
   [[nodiscard]] std::string argument() const {
-    constexpr const char* kNames[] = {"",           "slots",        "seqlens",     "seqlens", "kv_start", "block_table",
+    constexpr const char* kNames[] = {"",           "slots",        "exact_slots", "positions",
+                                      "seqlens",    "seqlens",      "kv_start",    "block_table",
                                       "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"};
     std::string text = kNames[what];
     text.append("[").append(std::to_string(index));
@@ -46,10 +49,12 @@ struct IndexFault {
   [[nodiscard]] std::string expected() const {
     const std::string low = std::to_string(least), high = std::to_string(most);
     switch (what) {
-      case kSlot: return "a slot below the cache's " + std::to_string(most + 1) + " (or negative: skip)";
+      case kSlot:
+      case kExactSlot: return "a slot below the cache's " + std::to_string(most + 1) + " (or negative: skip)";
       case kLength: return "a length from 0 to the capacity of " + high;
       case kAppendedLength: return "at least the " + low + " keys of this append";
       case kStart: return "a value from 0 to the length " + high;
+      case kPosition: return "a position from 0 to " + high + ", as cos and sin have";
       case kPage: return "a page from 0 to " + high;
       default: return index == 0 ? low : "a value from " + low + " (the one before) to " + high + " (all tokens)";
     }
@@ -86,12 +91,24 @@ template <class P>
 concept AppendParams = requires(const P& p) { p.source.slots; };
 
 template <AppendParams P> FLASHQ_HD int64_t count_items(const P& p) { return p.source.tokens; }
-template <AppendParams P> FLASHQ_HD IndexFault check_item(const P& p, int64_t token) {
-  return check_value({.what = IndexFault::kSlot,
+FLASHQ_HD IndexFault check_slot(IndexFault::What what, const IndexView& slots, int64_t token, int64_t num_pages,
+                                int64_t page_size) {
+  return check_value({.what = what,
                       .index = token,
-                      .got = p.source.slots(token),
+                      .got = slots(token),
                       .least = INT64_MIN,
-                      .most = capacity_of(p.num_pages, p.page_size) - 1});
+                      .most = capacity_of(num_pages, page_size) - 1});
+}
+template <AppendParams P> FLASHQ_HD IndexFault check_item(const P& p, int64_t token) {
+  return check_slot(IndexFault::kSlot, p.source.slots, token, p.num_pages, p.page_size);
+}
+FLASHQ_HD IndexFault check_item(const Tbq4RopeAppendParams& p, int64_t token) {
+  const int64_t last = p.rotary.max_position - 1;
+  IndexFault fault =
+      check_value({.what = IndexFault::kPosition, .index = token, .got = p.positions(token), .most = last});
+  if (!fault.found()) fault = check_slot(IndexFault::kSlot, p.source.slots, token, p.num_pages, p.page_size);
+  if (fault.found() || !p.exact.slots.given()) return fault;
+  return check_slot(IndexFault::kExactSlot, p.exact.slots, token, p.exact.num_pages, p.exact.page_size);
 }
 
 // --- attention -------------------------------------------------------------------------------------------------------

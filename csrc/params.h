@@ -118,6 +118,32 @@ struct Tbq4AppendParams {
   bool reject_nonfinite;  // FLASHQ_CHECK=1 on the CPU
 };
 
+// Rotary embedding by tables (max_position, pairs): of every row 2 * pairs elements turn, position by position.
+struct RotaryTables {
+  const void *cos, *sin;
+  int64_t cos_stride, sin_stride;  // position
+  Dtype dtype;
+  int64_t max_position, pairs;
+  bool interleaved;  // element 2 i turns with 2 i + 1, otherwise i with i + pairs
+};
+// Where some tokens are kept as they are: a paged cache (num_pages, page_size, kv_heads, head_dim). No slots: nowhere.
+struct ExactPool {
+  void *k, *v;
+  int64_t k_stride[3], v_stride[3];  // page, slot, head
+  int64_t num_pages, page_size;
+  IndexView slots;  // as AppendSource
+};
+// An append whose keys turn first, and queries (tokens, q_heads, head_dim) that turn with them.
+struct Tbq4RopeAppendParams : Tbq4AppendParams {
+  const void* q;
+  void* q_out;          // contiguous, the source's dtype
+  int64_t q_stride[2];  // token, head
+  int64_t q_heads;
+  RotaryTables rotary;
+  IndexView positions;  // (tokens)
+  ExactPool exact;
+};
+
 // The keys that an append brings, and what they followed: k (tokens, kv_heads, head_dim), cut by cu_seqlens.
 struct PageOffsetsParams {
   const void* k;

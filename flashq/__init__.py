@@ -25,6 +25,7 @@ from flashq.ops import (  # noqa: E402
     tbq4_dequantize,
     tbq4_page_offsets_,
     tbq4_quantize,
+    tbq4_rope_append_,
     tbq4_rotate,
 )
 
@@ -46,5 +47,6 @@ __all__ = [
     "tbq4_dequantize",
     "tbq4_page_offsets_",
     "tbq4_quantize",
+    "tbq4_rope_append_",
     "tbq4_rotate",
 ]

@@ -24,6 +24,7 @@ OPS = (
     "tbq4_dequantize",
     "tbq4_rotate",
     "tbq4_append_",
+    "tbq4_rope_append_",
     "tbq4_page_offsets_",
     "tbq4_attention",
     "merge_states",
@@ -133,6 +134,11 @@ def _fake_tbq4_rotate(x: Tensor, *, inverse: bool = False) -> Tensor:
     return x.new_empty(x.shape)
 
 
+def _fake_tbq4_rope_append(q: Tensor, *more: Tensor | None, interleaved: bool = False) -> Tensor:
+    _expect_dims("tbq4_rope_append_", "q", q, 3, "(T, Hq, D)")
+    return q.new_empty(q.shape)
+
+
 def _fake_merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     if outs.dim() not in (4, 5):
         raise RuntimeError(
@@ -152,6 +158,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "tbq4_dequantize": _fake_tbq4_dequantize,
     "tbq4_rotate": _fake_tbq4_rotate,
     "tbq4_append_": _fake_in_place,
+    "tbq4_rope_append_": _fake_tbq4_rope_append,
     "tbq4_page_offsets_": _fake_in_place,
     "tbq4_attention": _fake_tbq4_attention,
     "merge_states": _fake_merge_states,
@@ -193,7 +200,8 @@ def _refuse_gradients(op: torch._ops.OpOverload) -> Callable[..., Any]:
             refuse(args, lambda arg: forward_ad.unpack_dual(arg).tangent is not None, _TANGENT_MESSAGE)
         results = redispatch(keyset & below, *args, **kwargs)
         for i in mutated:
-            if not args[i].is_inference():
+            # An optional one may be None, or, as the last ones are not passed on where they are defaults, missing.
+            if i < len(args) and args[i] is not None and not args[i].is_inference():
                 increment_version(args[i])
         return results
 

@@ -26,6 +26,7 @@ __all__ = [
     "tbq4_dequantize",
     "tbq4_page_offsets_",
     "tbq4_quantize",
+    "tbq4_rope_append_",
     "tbq4_rotate",
 ]
 
@@ -246,6 +247,65 @@ def tbq4_append_(
             before the page's first token and hand the same to `tbq4_attention`.
     """
     torch.ops.flashq.tbq4_append_(k, v, k_codes, k_norms, v_codes, v_norms, slots, k_offsets)
+
+
+def tbq4_rope_append_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    k_codes: Tensor,
+    k_norms: Tensor,
+    v_codes: Tensor,
+    v_norms: Tensor,
+    slots: Tensor,
+    k_offsets: Tensor | None = None,
+    exact_k: Tensor | None = None,
+    exact_v: Tensor | None = None,
+    exact_slots: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+) -> Tensor:
+    """Rotary embedding of new queries and keys, `tbq4_append_` and, for the exact pool, `kv_append_`, in one launch.
+
+    A pair (a, b) of a head's elements becomes (a cos - b sin, b cos + a sin), in fp32, rounded once to q's dtype; those
+    keys are what the caches get, as if another op had made them. q, k and v stay as they are. Made for decode steps;
+    any number of tokens is right.
+
+    Args:
+        q: (T, Hq, D), fp16, bf16 or fp32; D 64, 128 or 256.
+        k, v: (T, Hkv, D), in q's dtype.
+        cos, sin: (max_position, rotary_dim / 2), fp32 or in q's dtype. Elements from rotary_dim on do not turn.
+        positions: (T), rows of cos and sin. On CUDA one outside of them gives NaN, in q and in the key.
+        k_codes, v_codes, k_norms, v_norms, slots, k_offsets: as in `tbq4_append_`; the first four are written.
+        exact_k, exact_v: (Pe, Ne, Hkv, D) in q's dtype, free strides, as in `tbq4_attention`; written: keys that have
+            turned, without an offset, and values.
+        exact_slots: (T), page * Ne + offset, negative: skip; together with exact_k and exact_v.
+        interleaved: pairs are elements 2 i and 2 i + 1 (GPT-J), not i and i + rotary_dim / 2 (Llama, GPT-NeoX).
+
+    Returns:
+        q with its rotary embedding, (T, Hq, D).
+    """
+    return torch.ops.flashq.tbq4_rope_append_(
+        q,
+        k,
+        v,
+        cos,
+        sin,
+        positions,
+        k_codes,
+        k_norms,
+        v_codes,
+        v_norms,
+        slots,
+        k_offsets,
+        exact_k,
+        exact_v,
+        exact_slots,
+        interleaved=interleaved,
+    )
 
 
 def tbq4_page_offsets_(

@@ -47,6 +47,12 @@ def good(op: str) -> Arguments:
     if op == "tbq4_append_":
         offsets = {"k_offsets": torch.zeros(P, HKV, D, dtype=torch.float16)}
         return {"k": cache[0], "v": cache[1]} | plane_arguments() | {"slots": torch.arange(N)} | offsets
+    if op == "tbq4_rope_append_":
+        queries = {"q": q.flatten(0, 1)[:1].expand(N, HQ, D).clone(), "k": cache[0].clone(), "v": cache[1].clone()}
+        tables = {"cos": torch.zeros(L, D // 4), "sin": torch.zeros(L, D // 4), "positions": torch.arange(N)}
+        offsets = {"k_offsets": torch.zeros(P, HKV, D, dtype=torch.float16)}
+        exact = {"exact_k": cache, "exact_v": cache.clone(), "exact_slots": torch.arange(N)}
+        return queries | tables | plane_arguments() | {"slots": torch.arange(N)} | offsets | exact
     if op == "tbq4_page_offsets_":
         planes, index = plane_arguments(), index_arguments()
         offsets = {"k_offsets": torch.zeros(P, HKV, D, dtype=torch.float16)}
@@ -83,6 +89,10 @@ INDEX_VALUES: list[tuple[str, str, list, str, str]] = [
     ("tbq4_page_offsets_", "cu_seqlens", [0, 5, 4], "from 5", "4"),
     ("kv_append_", "slots", [0, 1, 2, 3, 4, 5, 6, P * N], "below the cache's 24", "24"),
     ("tbq4_append_", "slots", [0, 1, 2, 3, 4, 5, 6, P * N], "below the cache's 24", "24"),
+    ("tbq4_rope_append_", "slots", [0, 1, 2, 3, 4, 5, 6, P * N], "below the cache's 24", "24"),
+    ("tbq4_rope_append_", "exact_slots", [0, 1, 2, 3, 4, 5, -6, P * N], "below the cache's 24", "24"),
+    ("tbq4_rope_append_", "positions", [0, 1, 2, 3, 4, 5, 6, L], f"position from 0 to {L - 1}", str(L)),
+    ("tbq4_rope_append_", "positions", [0, 1, -1, 3, 4, 5, 6, 7], f"position from 0 to {L - 1}", "-1"),
     ("prefill_varlen", "cu_seqlens_q", [1, S, B * S], "0", "1"),
     ("prefill_varlen", "cu_seqlens_q", [0, S, S - 1], "from 3", "2"),
     ("prefill_varlen", "cu_seqlens_q", [0, S, B * S + 1], "to 6", "7"),

@@ -25,7 +25,7 @@ def samples(op: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     pool = (cache.k, cache.v, cache.block_table)
     offsets = randn(len(cache.k), 2, 64, dtype=torch.float16)
     slots = torch.tensor([3, -1, 17])
-    new = randn(3, 2, 64, seed=5)
+    new, tables = randn(3, 2, 64, seed=5), randn(2, 20, 24, seed=6)
     return {
         "prefill": [((q, dense, dense), {}), ((q, dense, dense, sinks), mask | {"window_right": 1})],
         "prefill_varlen": [
@@ -51,6 +51,13 @@ def samples(op: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         ],
         "kv_append_": [((new, new, cache.k, cache.v, slots), {})],
         "tbq4_append_": [((new, new, *planes[:4], slots), {}), ((new, new, *planes[:4], slots, offsets), {})],
+        "tbq4_rope_append_": [
+            ((q[0], new, new, *tables, slots.clamp(min=0), *planes[:4], slots), {}),
+            (
+                (q[0], new, new, *tables, slots.clamp(min=0), *planes[:4], slots, offsets, *pool[:2], slots),
+                {"interleaved": True},
+            ),
+        ],
         "tbq4_page_offsets_": [
             ((new, *planes[:2], offsets, lengths, table, torch.tensor([0, 1, 3])), {}),
             (

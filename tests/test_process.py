@@ -78,12 +78,17 @@ def test_check_mode_refuses_nan_and_inf() -> None:
         import torch, flashq
         x = torch.zeros(3, 2, 64)
         planes = [torch.zeros(1, 2, 4, 32, dtype=torch.uint8), torch.zeros(1, 2, 4, 1, dtype=torch.float16)] * 2
+        table, at = torch.ones(3, 32), torch.arange(3)
         for bad in (float("nan"), float("inf")):
             wrong = x.clone()
             wrong[1, 1, 5] = bad
+            wrong_table = table * bad
             for call in (lambda: flashq.tbq4_quantize(wrong),
                          lambda: flashq.tbq4_append_(wrong, x, *planes, torch.arange(3)),
-                         lambda: flashq.tbq4_append_(x, wrong, *planes, torch.arange(3))):
+                         lambda: flashq.tbq4_append_(x, wrong, *planes, torch.arange(3)),
+                         lambda: flashq.tbq4_rope_append_(x, wrong, x, table, table, at, *planes, at),
+                         lambda: flashq.tbq4_rope_append_(x, x, x, wrong_table, table, at, *planes, at),
+                         lambda: flashq.tbq4_rope_append_(x, x, wrong, table, table, at, *planes, at)):
                 try:
                     call()
                     print("accepted")
@@ -91,14 +96,15 @@ def test_check_mode_refuses_nan_and_inf() -> None:
                     print(error)
         flashq.tbq4_quantize(x)
         flashq.tbq4_append_(x, x, *planes, torch.arange(3))
+        flashq.tbq4_rope_append_(wrong, x, x, table, table, at, *planes, at)  # no query is quantized
     """
     lines = run(code, FLASHQ_CHECK="1").splitlines()
-    assert len(lines) == 6
-    starts = ["flashq::tbq4_quantize: x", "flashq::tbq4_append_: k", "flashq::tbq4_append_: v"] * 2
+    starts = ["flashq::tbq4_quantize: x", "flashq::tbq4_append_: k", "flashq::tbq4_append_: v"]
+    starts = 2 * [*starts, *(f"flashq::tbq4_rope_append_: {name}" for name in ("k", "cos", "v"))]
     for line, start in zip(lines, starts, strict=True):
         assert line.startswith(start), line
         assert "expected finite" in line
-    assert run(code, FLASHQ_CHECK="0").splitlines() == ["accepted"] * 6
+    assert run(code, FLASHQ_CHECK="0").splitlines() == ["accepted"] * 12
 
 
 @pytest.mark.contract(16)

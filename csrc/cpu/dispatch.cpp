@@ -113,6 +113,7 @@ const flashq::Backend& flashq::cpu_backend() {
     b.tbq4_attention = cpu::run<&Kernels::tbq4_attention, AttentionTbq4Params>;
     b.kv_append = cpu::run<&Kernels::kv_append, KvAppendParams>;
     b.tbq4_append = cpu::run<&Kernels::tbq4_append, Tbq4AppendParams>;
+    b.tbq4_rope_append = cpu::run<&Kernels::tbq4_rope_append, Tbq4RopeAppendParams>;
     b.tbq4_page_offsets = cpu::run<&Kernels::tbq4_page_offsets, PageOffsetsParams>;
     b.tbq4_quantize = cpu::run<&Kernels::tbq4_quantize, Tbq4QuantizeParams>;
     b.tbq4_dequantize = cpu::run<&Kernels::tbq4_dequantize, Tbq4DequantizeParams>;

@@ -18,6 +18,7 @@ struct Kernels {
   Status (*tbq4_attention)(const AttentionTbq4Params&, const Launch&);
   Status (*kv_append)(const KvAppendParams&, const Launch&);
   Status (*tbq4_append)(const Tbq4AppendParams&, const Launch&);
+  Status (*tbq4_rope_append)(const Tbq4RopeAppendParams&, const Launch&);
   Status (*tbq4_page_offsets)(const PageOffsetsParams&, const Launch&);
   Status (*tbq4_quantize)(const Tbq4QuantizeParams&, const Launch&);
   Status (*tbq4_dequantize)(const Tbq4DequantizeParams&, const Launch&);
@@ -46,6 +47,7 @@ int64_t tbq4_attention_scratch_bytes(const AttentionTbq4Params&, int32_t workers
 Status tbq4_attention(const AttentionTbq4Params&, const Launch&);
 Status kv_append(const KvAppendParams&, const Launch&);
 Status tbq4_append(const Tbq4AppendParams&, const Launch&);
+Status tbq4_rope_append(const Tbq4RopeAppendParams&, const Launch&);
 Status tbq4_page_offsets(const PageOffsetsParams&, const Launch&);
 Status tbq4_quantize(const Tbq4QuantizeParams&, const Launch&);
 Status tbq4_dequantize(const Tbq4DequantizeParams&, const Launch&);

@@ -41,6 +41,7 @@ constexpr Backend kBackend{
     .tbq4_attention = checked<tbq4_attention>,
     .kv_append = checked<kv_append>,
     .tbq4_append = checked<tbq4_append>,
+    .tbq4_rope_append = checked<tbq4_rope_append>,
     .tbq4_page_offsets = checked<tbq4_page_offsets>,
     .tbq4_quantize = checked<tbq4_quantize>,
     .tbq4_dequantize = checked<tbq4_dequantize>,

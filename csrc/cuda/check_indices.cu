@@ -128,6 +128,9 @@ Status check_indices(const Attention16Params& p, const Launch& launch) {
 Status check_indices(const AttentionTbq4Params& p, const Launch& launch) { return check(p, "tbq4_attention", launch); }
 Status check_indices(const KvAppendParams& p, const Launch& launch) { return check(p, "kv_append_", launch); }
 Status check_indices(const Tbq4AppendParams& p, const Launch& launch) { return check(p, "tbq4_append_", launch); }
+Status check_indices(const Tbq4RopeAppendParams& p, const Launch& launch) {
+  return check(p, "tbq4_rope_append_", launch);
+}
 Status check_indices(const PageOffsetsParams& p, const Launch& launch) {
   return check(p, "tbq4_page_offsets_", launch);
 }

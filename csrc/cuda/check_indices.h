@@ -14,6 +14,7 @@ namespace flashq::cuda {
 [[nodiscard]] Status check_indices(const AttentionTbq4Params&, const Launch&);
 [[nodiscard]] Status check_indices(const KvAppendParams&, const Launch&);
 [[nodiscard]] Status check_indices(const Tbq4AppendParams&, const Launch&);
+[[nodiscard]] Status check_indices(const Tbq4RopeAppendParams&, const Launch&);
 [[nodiscard]] Status check_indices(const PageOffsetsParams&, const Launch&);
 
 }  // namespace flashq::cuda

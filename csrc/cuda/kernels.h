@@ -11,6 +11,7 @@ namespace flashq::cuda {
 [[nodiscard]] Status decode(const Attention16Params&, const Launch&);
 [[nodiscard]] Status kv_append(const KvAppendParams&, const Launch&);
 [[nodiscard]] Status tbq4_append(const Tbq4AppendParams&, const Launch&);
+[[nodiscard]] Status tbq4_rope_append(const Tbq4RopeAppendParams&, const Launch&);
 [[nodiscard]] Status tbq4_page_offsets(const PageOffsetsParams&, const Launch&);
 [[nodiscard]] Status tbq4_quantize(const Tbq4QuantizeParams&, const Launch&);
 [[nodiscard]] Status tbq4_dequantize(const Tbq4DequantizeParams&, const Launch&);

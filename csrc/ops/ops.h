@@ -36,6 +36,13 @@ void kv_append_(const Tensor& k, const Tensor& v, const Tensor& k_cache, const T
 void tbq4_append_(const Tensor& k, const Tensor& v, const Tensor& k_codes, const Tensor& k_norms, const Tensor& v_codes,
                   const Tensor& v_norms, const Tensor& slots, const OptionalTensor& k_offsets);
 
+// Returns q, turned.
+Tensor tbq4_rope_append_(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
+                         const Tensor& positions, const Tensor& k_codes, const Tensor& k_norms, const Tensor& v_codes,
+                         const Tensor& v_norms, const Tensor& slots, const OptionalTensor& k_offsets,
+                         const OptionalTensor& exact_k, const OptionalTensor& exact_v,
+                         const OptionalTensor& exact_slots, bool interleaved);
+
 void tbq4_page_offsets_(const Tensor& k, const Tensor& k_codes, const Tensor& k_norms, const Tensor& k_offsets,
                         const Tensor& seqlens, const Tensor& block_table, const Tensor& cu_seqlens,
                         const OptionalTensor& kv_start, const OptionalTensor& exact_k,

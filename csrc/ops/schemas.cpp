@@ -26,6 +26,11 @@ STABLE_TORCH_LIBRARY(flashq, m) {
       "tbq4_append_(Tensor k, Tensor v, Tensor(a!) k_codes, Tensor(b!) k_norms, Tensor(c!) v_codes, "
       "Tensor(d!) v_norms, Tensor slots, Tensor? k_offsets=None) -> ()");
   m.def(
+      "tbq4_rope_append_(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor positions, Tensor(a!) k_codes, "
+      "Tensor(b!) k_norms, Tensor(c!) v_codes, Tensor(d!) v_norms, Tensor slots, Tensor? k_offsets=None, "
+      "Tensor(e!)? exact_k=None, Tensor(f!)? exact_v=None, Tensor? exact_slots=None, *, bool interleaved=False) "
+      "-> Tensor");
+  m.def(
       "tbq4_page_offsets_(Tensor k, Tensor k_codes, Tensor k_norms, Tensor(a!) k_offsets, Tensor seqlens, "
       "Tensor block_table, Tensor cu_seqlens, Tensor? kv_start=None, Tensor? exact_k=None, "
       "Tensor? exact_block_table=None) -> ()");
@@ -49,6 +54,7 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("tbq4_dequantize", TORCH_BOX(&flashq::tbq4_dequantize));
   m.impl("tbq4_rotate", TORCH_BOX(&flashq::tbq4_rotate));
   m.impl("tbq4_append_", TORCH_BOX(&flashq::tbq4_append_));
+  m.impl("tbq4_rope_append_", TORCH_BOX(&flashq::tbq4_rope_append_));
   m.impl("tbq4_page_offsets_", TORCH_BOX(&flashq::tbq4_page_offsets_));
   m.impl("tbq4_attention", TORCH_BOX(&flashq::tbq4_attention));
   m.impl("merge_states", TORCH_BOX(&flashq::merge_states));

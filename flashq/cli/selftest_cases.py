@@ -186,6 +186,25 @@ def check_tbq4_append(device: str) -> Iterator[Comparison]:
             yield _different(ours, wanted)
 
 
+def check_tbq4_rope_append(device: str) -> Iterator[Comparison]:
+    for head_dim in tbq4.HEAD_DIMS:
+        random = _random(head_dim)
+        q, k, v = (random(9, heads, head_dim, dtype=torch.bfloat16) for heads in (6, 2, 2))
+        angle = random(40, head_dim // 4)
+        tables, positions = (angle.cos(), angle.sin()), torch.randperm(40)[:9]
+        slots, exact_slots = torch.randperm(48)[:9], torch.randperm(12)[:9] - 1
+        expected = [*_planes(3, 2, 16, head_dim), *(torch.zeros(3, 4, 2, head_dim).bfloat16() for _ in "kv")]
+        written = [x.to(device, copy=True) for x in expected]
+        offsets = random(3, 2, head_dim).half()
+        moved = [x.to(device) for x in (q, k, v, *tables, positions, slots, offsets, exact_slots)]
+        truth = eager(
+            "tbq4_rope_append_", q, k, v, *tables, positions, *expected[:4], slots, offsets, *expected[4:], exact_slots
+        )
+        turned = flashq.tbq4_rope_append_(*moved[:6], *written[:4], *moved[6:8], *written[4:], moved[8])
+        for ours, wanted in zip((turned, *written), (truth, *expected), strict=True):
+            yield _different(ours, wanted)
+
+
 def check_tbq4_page_offsets(device: str) -> Iterator[Comparison]:
     for head_dim in tbq4.HEAD_DIMS:
         random = _random(head_dim)
@@ -250,6 +269,7 @@ CASES: dict[str, Case] = {
     "tbq4_dequantize": check_tbq4_dequantize,
     "tbq4_rotate": check_tbq4_rotate,
     "tbq4_append_": check_tbq4_append,
+    "tbq4_rope_append_": check_tbq4_rope_append,
     "tbq4_page_offsets_": check_tbq4_page_offsets,
     "tbq4_attention": check_tbq4_attention,
     "merge_states": check_merge_states,

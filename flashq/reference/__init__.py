@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashq.reference.tbq4 import tbq4_append_, tbq4_dequantize, tbq4_page_offsets_, tbq4_quantize, tbq4_rotate
+from flashq.reference.appends import kv_append_, tbq4_append_, tbq4_page_offsets_, tbq4_rope_append_
+from flashq.reference.tbq4 import tbq4_dequantize, tbq4_quantize, tbq4_rotate
 
 __all__ = [
     "decode",
@@ -27,6 +28,7 @@ __all__ = [
     "tbq4_dequantize",
     "tbq4_page_offsets_",
     "tbq4_quantize",
+    "tbq4_rope_append_",
     "tbq4_rotate",
 ]
 
@@ -236,14 +238,6 @@ def decode(
         )  # fmt: skip
         _store_lse(lse, index, part)
     return out if out_dtype is None else out.to(out_dtype), lse
-
-
-def kv_append_(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """k, v (T, Hkv, D) into slots (T) of caches (P, N, Hkv, D): slot s is page s // N, row s % N; negative: skipped."""
-    kept = slots >= 0
-    page, row = slots[kept] // k_cache.shape[1], slots[kept] % k_cache.shape[1]
-    k_cache[page.long(), row.long()] = k[kept]
-    v_cache[page.long(), row.long()] = v[kept]
 
 
 # --- TBQ4 -------------------------------------------------------------------------------------------------------------

@@ -22,6 +22,18 @@ def gradient_calls() -> dict[str, tuple[Tensor, ...]]:
         "tbq4_attention": (q, *planes, *planes, lengths),
         "kv_append_": (k[0], k[0], torch.zeros_like(k), torch.zeros_like(k), slots),
         "tbq4_append_": (k[0], k[0], *planes, *planes, slots),
+        "tbq4_rope_append_": (
+            *(torch.randn(9, heads, 64) for heads in (4, 2, 2)),
+            *torch.randn(2, 9, 32),
+            slots,
+            *planes,
+            *(x.clone() for x in planes),
+            slots,
+            torch.zeros(1, 2, 64, dtype=torch.float16),
+            torch.zeros(1, 9, 2, 64),
+            torch.zeros(1, 9, 2, 64),
+            slots,
+        ),
         "tbq4_page_offsets_": (
             k[0],
             *planes,
@@ -78,11 +90,13 @@ def test_inputs_with_a_tangent_are_refused(op: str) -> None:
 
 
 @pytest.mark.contract(15)
-@pytest.mark.parametrize("op", ["kv_append_", "tbq4_append_"])
+@pytest.mark.parametrize("op", ["kv_append_", "tbq4_append_", "tbq4_rope_append_"])
 def test_backward_refuses_what_an_append_has_overwritten(op: str) -> None:
     """Of saved tensors torch knows the version: a gradient from the new bytes would be wrong without a word."""
     args = gradient_calls()[op]
-    cache = args[3]  # v_cache or k_norms
+    arguments = getattr(torch.ops.flashq, op).default._schema.arguments
+    written = [a.alias_info is not None for a in arguments[: len(args)]]
+    cache = [x for x, is_written in zip(args, written, strict=True) if is_written and x.is_floating_point()][-1]
     weight = torch.ones(1, requires_grad=True)
     product = (cache * weight).sum()
     with torch.no_grad():
@@ -91,8 +105,6 @@ def test_backward_refuses_what_an_append_has_overwritten(op: str) -> None:
         product.backward()
     versions = [x._version for x in args]
     getattr(flashq, op)(*args)
-    arguments = getattr(torch.ops.flashq, op).default._schema.arguments
-    written = [a.alias_info is not None for a in arguments[: len(args)]]
     assert [x._version > before for x, before in zip(args, versions, strict=True)] == written
     with torch.inference_mode():
         inferred = [x.clone() for x in args]

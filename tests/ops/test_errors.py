@@ -76,7 +76,11 @@ def test_one_dtype_for_queries_keys_and_values(op: str, name: str) -> None:
 @pytest.mark.contract(2)
 @pytest.mark.parametrize(
     ("op", "name"),
-    [(op, n) for op, n in TENSORS if n not in ("sinks", "seqlens", "kv_start", "slots") and "cu_" not in n],
+    [
+        (op, n)
+        for op, n in TENSORS
+        if n not in ("sinks", "seqlens", "kv_start", "slots", "exact_slots", "positions") and "cu_" not in n
+    ],
 )
 def test_last_stride(op: str, name: str) -> None:
     tensor = good(op)[name]
@@ -99,7 +103,8 @@ def test_last_stride(op: str, name: str) -> None:
     [
         (op, n)
         for op, n in TENSORS
-        if op in ("tbq4_attention", "tbq4_append_", "tbq4_page_offsets_") and n[1:] in ("_codes", "_norms")
+        if op in ("tbq4_attention", "tbq4_append_", "tbq4_rope_append_", "tbq4_page_offsets_")
+        and n[1:] in ("_codes", "_norms")
     ],
 )
 def test_planes_are_contiguous(op: str, name: str) -> None:
@@ -147,6 +152,7 @@ def test_head_dim_of_tbq4(head_dim: int) -> None:
     refused("tbq4_append_", "k", "64, 128 or 256", f"head_dim {head_dim}",
             k=torch.zeros(N, HKV, head_dim), v=torch.zeros(N, HKV, head_dim))  # fmt: skip
     refused("tbq4_page_offsets_", "k", "64, 128 or 256", f"head_dim {head_dim}", k=torch.zeros(N, HKV, head_dim))
+    refused("tbq4_rope_append_", "q", "64, 128 or 256", f"head_dim {head_dim}", q=torch.zeros(N, HQ, head_dim))
     q = torch.zeros(B, S, HQ, head_dim)
     refused("tbq4_attention", "q", "(64, 128 or 256|from 8 to 256)", f"head_dim {head_dim}", q=q)
 
@@ -157,6 +163,19 @@ def test_head_dim_of_v_is_that_of_q() -> None:
         for head_dim in (32, 128):
             wrong = good(op)[name].new_zeros(*good(op)[name].shape[:-1], head_dim)
             refused(op, name, "head_dim 64", f"head_dim {head_dim}", **{name: wrong})
+
+
+@pytest.mark.contract(3, 16)
+def test_rotary_tables() -> None:
+    """Of one shape, of one dtype, which is fp32 or that of q, for at least one pair and no more than a head has."""
+    tables = good("tbq4_rope_append_")
+    for columns in (0, D // 2 + 1):
+        wrong = torch.zeros(L, columns)
+        refused("tbq4_rope_append_", "cos", f"from 1 to {D // 2} columns", rf"\({L}, {columns}\)", cos=wrong, sin=wrong)
+    refused("tbq4_rope_append_", "sin", f"max_position = {L}", f"{L - 1}", sin=tables["sin"][1:])
+    refused("tbq4_rope_append_", "sin", "torch.float32, as cos has", "torch.bfloat16", sin=tables["sin"].bfloat16())
+    half = {name: tables[name].half() for name in ("cos", "sin")}
+    refused("tbq4_rope_append_", "cos", "torch.float32 or torch.bfloat16", "torch.float16", **half)
 
 
 @pytest.mark.contract(4)
@@ -198,7 +217,7 @@ def test_options(op: str, option: str, value: float, expected: str) -> None:
     refused(op, option, expected, re.escape(str(value)), **{option: value})
 
 
-OPTIONAL = {"block_table", "kv_start", "sinks", "k_offsets", "exact_k", "exact_v", "exact_block_table"}
+OPTIONAL = {"block_table", "kv_start", "sinks", "k_offsets", "exact_k", "exact_v", "exact_block_table", "exact_slots"}
 
 
 @pytest.mark.contract(16)
@@ -246,6 +265,8 @@ def test_exact_tokens_need_the_whole_pool() -> None:
         refused("tbq4_attention", name, "together", "None", **{name: None})
     for name in ("exact_k", "exact_block_table"):
         refused("tbq4_page_offsets_", name, "together", "None", **{name: None})
+    for name in ("exact_k", "exact_v", "exact_slots"):
+        refused("tbq4_rope_append_", name, "together", "None", **{name: None})
     nothing = {"exact_k": None, "exact_v": None, "exact_block_table": None}
     refused("tbq4_attention", "exact_k", "all three", "None", **nothing)
     flashq.tbq4_attention(**(good("tbq4_attention") | nothing | {"exact_first": 0, "exact_last": 0}))

@@ -149,6 +149,52 @@ def test_tbq4_append(seed: int, device: torch.device) -> None:
     assert same_rooms(got, planes)
 
 
+@pytest.mark.contract(2, 9, 14, 17)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_tbq4_rope_append(seed: int, device: torch.device) -> None:
+    """Tables and rotary dims of any size, a pool or none; half of the calls fit vectors."""
+    rng = random.Random(seed)
+    plain = rng.random() < 0.5
+
+    def make(shape: Sequence[int], dtype: torch.dtype, *, written: bool = False) -> Tensor:
+        if plain:
+            return random_bits(rng, torch.Size(shape).numel(), dtype).view(shape)
+        return view(rng, shape, dtype, expand=not written)
+
+    dtype, head_dim = rng.choice(DTYPES), rng.choice(tbq4.HEAD_DIMS)
+    tokens, q_heads, kv_heads = rng.choice((0, 1, 2, 19, 40)), rng.choice((0, 1, 5)), rng.choice((0, 1, 2, 3))
+    pages, page_size, exact_page_size = rng.choice((0, 1, 9)), rng.choice((0, 1, 3, 16, 48)), rng.choice((0, 1, 16))
+    rows, pairs = rng.choice((1, 7, 1000)), rng.choice((1, 3, 8, 12, head_dim // 4, head_dim // 2))
+    indices = [rng.choice((torch.int32, torch.int64)) for _ in range(3)]
+    q, k, v = (make((tokens, heads, head_dim), dtype) for heads in (q_heads, kv_heads, kv_heads))
+    table_dtype = rng.choice((torch.float32, dtype))
+    tables = [make((rows, pairs), table_dtype) for _ in range(2)]
+    positions = index(rng, [rng.randrange(rows) for _ in range(tokens)], indices[0])
+    planes = []
+    for _ in "kv":
+        for last, x in ((head_dim // 2, torch.uint8), (head_dim // tbq4.block_width(head_dim), torch.float16)):
+            planes.append(plane(rng, (pages, kv_heads, page_size, last), x))
+    slots = index(rng, some_slots(rng, tokens, pages * page_size, indices[1]), indices[1])
+    offsets = make((pages, kv_heads, head_dim), torch.float16) if rng.random() < 0.5 else None
+    pools, exact_slots = [], None
+    if rng.random() < 0.7:
+        pools = [make((5, exact_page_size, kv_heads, head_dim), dtype, written=True) for _ in "kv"]
+        exact_slots = index(rng, some_slots(rng, tokens, 5 * exact_page_size, indices[2]), indices[2])
+    options = {"interleaved": rng.random() < 0.5}
+    got = [copy_of(x, device) for x in (*planes, *pools)]
+    exact = [*got[4:], given(exact_slots, 5 * exact_page_size, device)] if pools else []
+    turned = flashq.tbq4_rope_append_(
+        *(move(x, device) for x in (q, k, v, *tables, positions)), *got[:4],
+        given(slots, pages * page_size, device), move(offsets, device), *exact, **options,
+    )  # fmt: skip
+    exact = [*pools, skip_wrong(exact_slots, 5 * exact_page_size)] if pools else []
+    truth = reference.tbq4_rope_append_(
+        q, k, v, *tables, positions, *planes, skip_wrong(slots, pages * page_size), offsets, *exact, **options
+    )
+    assert golden.same_bits(turned.cpu(), truth)
+    assert same_rooms(got, [*planes, *pools])
+
+
 @pytest.mark.contract(2, 9, 17)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_tbq4_page_offsets(seed: int, device: torch.device) -> None:

@@ -92,6 +92,24 @@ def tbq4_append(beyond: int = 0) -> Iterator[Call]:
         yield (k, k, *planes, _slots(MANY, 16 * pages - 1 + beyond, torch.int32), k_offsets), {}
 
 
+def rope_append() -> Iterator[Call]:
+    """Tables that vectors can read and others; with a pool and without."""
+    for dtype, head_dim, pairs, page_size, pool in product(DTYPES, (64, 128, 256), (32, 11), (1, 16), (False, True)):
+        q, k, v = (_random(5, heads, head_dim, dtype=dtype) for heads in (6, 3, 3))
+        rows = _random if pairs == 32 else _strided
+        tables = [rows(7, pairs, dtype=torch.float32 if pool else dtype) for _ in range(2)]
+        positions = torch.arange(2, 7, dtype=torch.int32)
+        planes = [
+            plane for _ in "kv" for plane in flashq.tbq4_quantize(_random(16, 3, page_size, head_dim, dtype=dtype))
+        ]
+        more: list[Tensor | None] = [_random(16, 3, head_dim, dtype=torch.float16)]
+        if pool:
+            more += [rows(5, 4, 3, head_dim, dtype=dtype) for _ in "kv"]
+            more.append(_slots(5, 19, torch.int32))
+        slots = _slots(5, 16 * page_size - 1, torch.int64)
+        yield (q, k, v, *tables, positions, *planes, slots, *more), {"interleaved": page_size == 1}
+
+
 def page_offsets(beyond: int = 0) -> Iterator[Call]:
     """Two sequences; the pages of the first are partly gone from the table. `beyond` is added to lengths and pages."""
     for dtype, head_dim, page_size, pool in product(DTYPES, (64, 128, 256), (1, 16, 40), (False, True)):
@@ -187,6 +205,7 @@ CALLS: dict[str, Callable[[], Iterator[Call]]] = {
     "tbq4_rotate": rotate,
     "kv_append_": kv_append,
     "tbq4_append_": tbq4_append,
+    "tbq4_rope_append_": rope_append,
     "tbq4_page_offsets_": page_offsets,
     "merge_states": merge,
     "prefill": prefill,
@@ -210,6 +229,7 @@ def _move_indices(op: str) -> Iterator[Call]:
 OUT_OF_RANGE: dict[str, Callable[[], Iterator[Call]]] = {
     "kv_append_": lambda: kv_append(beyond=2),
     "tbq4_append_": lambda: tbq4_append(beyond=2),
+    "tbq4_rope_append_": lambda: _move_indices("tbq4_rope_append_"),
     "tbq4_page_offsets_": lambda: page_offsets(beyond=10**6),
     "prefill_varlen": lambda: _move_indices("prefill_varlen"),
     "decode": lambda: _move_indices("decode"),

@@ -1,11 +1,8 @@
 // kv_append_ and tbq4_append_: new tokens into the slots of a paged cache.
-#include "cpu/kernels/tbq4_blocks.h"
+#include "cpu/kernels/append_rows.h"
 
 namespace flashq::FLASHQ_ISA {
 namespace {
-
-struct Place { int64_t page, slot; };
-FLASHQ_HOST Place place_of(int64_t slot, int64_t page_size) { return {slot / page_size, slot % page_size}; }
 
 void copy_tokens(const KvAppendParams& p, int64_t begin, int64_t end) {
   const AppendSource& s = p.source;
@@ -26,39 +23,24 @@ void copy_tokens(const KvAppendParams& p, int64_t begin, int64_t end) {
   }
 }
 
-enum class Plane { kKey, kValue };
-
-// What the codec gets for one head of one token: v, or k - offset, rounded once.
+// What the codec gets for one head of one token.
 template <Plane kPlane, class T>
 FLASHQ_HOST void load_source(const Tbq4AppendParams& p, int64_t token, int64_t head, const uint16_t* offset, float* x) {
-  const AppendSource& s = p.source;
-  const int64_t* stride = kPlane == Plane::kKey ? s.k_stride : s.v_stride;
-  const auto* from = static_cast<const typename T::Storage*>(kPlane == Plane::kKey ? s.k : s.v);
-  load_row<T>(from + token * stride[0] + head * stride[1], s.head_dim, x);
-  if (offset)
-    for (int64_t i = 0; i < s.head_dim; ++i) x[i] = ieee::sub(x[i], half_to_float(offset[i]));
-}
-
-// The offset vector of a key, or null.
-FLASHQ_HOST const uint16_t* offset_at(const Tbq4AppendParams& p, Plane plane, int64_t page, int64_t head) {
-  if (plane == Plane::kValue || !p.k_offsets) return nullptr;
-  return p.k_offsets + page * p.k_offsets_stride[0] + head * p.k_offsets_stride[1];
+  load_row<T>(source_at<kPlane, T>(p.source, token, head), p.source.head_dim, x);
+  subtract_offset(offset, p.source.head_dim, x);
 }
 
 template <Plane kPlane, class T>
 [[gnu::noinline]] void encode_tokens(const Tbq4AppendParams& p, int64_t begin, int64_t end) noexcept {
   const AppendSource& s = p.source;
-  uint8_t* codes = kPlane == Plane::kKey ? p.k_codes : p.v_codes;
-  uint16_t* norms = kPlane == Plane::kKey ? p.k_norms : p.v_norms;
   float x[kMaxHeadDim];
   for (int64_t token = begin; token < end; ++token) {
     const int64_t slot = s.slots(token);
     if (slot < 0) continue;
     const Place at = place_of(slot, p.page_size);
     for (int64_t h = 0; h < s.kv_heads; ++h) {
-      load_source<kPlane, T>(p, token, h, offset_at(p, kPlane, at.page, h), x);
-      const int64_t row = (at.page * s.kv_heads + h) * p.page_size + at.slot;
-      encode_row(x, s.head_dim, codes + row * (s.head_dim / 2), norms + row * tbq4::blocks_per_row(s.head_dim));
+      load_row<T>(source_at<kPlane, T>(s, token, h), s.head_dim, x);
+      encode_at<kPlane>(p, at, h, x);
     }
   }
 }
@@ -86,9 +68,6 @@ template <Plane kPlane, class T>
   }
   return findings;
 }
-
-// Tokens for about 50 us: half of encoding's time is K's, half V's.
-int64_t least_tokens(const AppendSource& s) { return rows_of_50us(2 * s.kv_heads * s.head_dim * 4, 2000); }
 
 template <Plane kPlane> uint32_t inspect(const Tbq4AppendParams& p, const Launch& launch) {
   uint32_t findings = kFinite;

@@ -10,6 +10,7 @@ const cpu::Kernels kernels{
     .tbq4_attention = tbq4_attention,
     .kv_append = kv_append,
     .tbq4_append = tbq4_append,
+    .tbq4_rope_append = tbq4_rope_append,
     .tbq4_page_offsets = tbq4_page_offsets,
     .tbq4_quantize = tbq4_quantize,
     .tbq4_dequantize = tbq4_dequantize,
