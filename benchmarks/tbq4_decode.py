@@ -101,6 +101,17 @@ def _exact_pool(shape: Shape, random: Callable[..., Tensor]) -> dict[str, Any]:
     return {"exact_k": rows[0], "exact_v": rows[1], "exact_block_table": kept, "exact_first": 4, "exact_last": 64}
 
 
+def _random_planes(shape: Shape, pages: int, generator: torch.Generator) -> list[Tensor]:
+    """Codes and norms of K, then of V."""
+    planes, width = [], tbq4.block_width(shape.head_dim)
+    for _ in "kv":
+        size = (pages, shape.kv_heads, shape.page_size)
+        codes = torch.randint(256, (*size, shape.head_dim // 2), device="cuda", generator=generator, dtype=torch.uint8)
+        norms = torch.rand(*size, shape.head_dim // width, device="cuda", generator=generator) + 0.5
+        planes += [codes, (norms * width**0.5).half()]
+    return planes
+
+
 def _contenders(shape: Shape, index: int) -> dict[str, Call]:
     generator = torch.Generator("cuda").manual_seed(index)
 
@@ -108,13 +119,7 @@ def _contenders(shape: Shape, index: int) -> dict[str, Call]:
         return torch.randn(*size, device="cuda", generator=generator, dtype=DTYPE)
 
     pages, table = _table(shape, generator)
-    dim, width = shape.head_dim, tbq4.block_width(shape.head_dim)
-    planes = []
-    for _ in "kv":
-        size = (pages, shape.kv_heads, shape.page_size)
-        planes.append(torch.randint(256, (*size, dim // 2), device="cuda", generator=generator, dtype=torch.uint8))
-        norms = torch.rand(*size, dim // width, device="cuda", generator=generator) + 0.5
-        planes.append((norms * width**0.5).half())
+    dim, planes = shape.head_dim, _random_planes(shape, pages, generator)
     q, seqlens = random(shape.batch, shape.q_len, shape.q_heads, dim), lengths(shape).cuda()
     options: dict[str, Any] = {}
     if shape.offsets:
@@ -157,10 +162,54 @@ def _prepare(shape: Shape) -> GpuSetup:
     return GpuSetup(partial(_contenders, shape), work, work, "read")
 
 
+# --- a decode step of all layers --------------------------------------------------------------------------------------
+
+STEP_SHAPE, STEP_LAYERS = Shape(1, 24, 4, 262144, 256), 16
+
+
+def _step_contenders(shape: Shape, layers: int, index: int) -> dict[str, Call]:
+    """A token of every sequence through the layers; and the parts of that, whose times should add up to it."""
+    generator = torch.Generator("cuda").manual_seed(index)
+    ops, dim = torch.ops.flashq, shape.head_dim
+    pages, table = _table(shape, generator)
+    planes = [_random_planes(shape, pages, generator) for _ in range(layers)]
+    rows = []
+    for heads in (shape.q_heads, shape.kv_heads, shape.kv_heads):
+        size = (layers, shape.batch, heads, dim)
+        rows.append(torch.randn(*size, device="cuda", generator=generator, dtype=DTYPE).unbind())
+    seqlens = lengths(shape).cuda()
+    positions = seqlens - 1
+    page = table.gather(1, (positions // shape.page_size).long()[:, None])[:, 0]
+    slots = page * shape.page_size + positions % shape.page_size
+    angle = torch.rand(shape.tokens, dim // 2, device="cuda", generator=generator) * 6.28
+    cos, sin = angle.cos(), angle.sin()
+
+    def append(layer: int) -> Tensor:
+        q, k, v = (x[layer] for x in rows)
+        return ops.tbq4_rope_append_(q, k, v, cos, sin, positions, *planes[layer], slots)
+
+    def attend(layer: int, q: Tensor) -> Tensor:
+        return ops.tbq4_attention(q[:, None], *planes[layer], seqlens, table)[0]
+
+    return {
+        "flashq": lambda: [attend(layer, append(layer)) for layer in range(layers)],
+        "attention of all layers": lambda: [attend(layer, rows[0][layer]) for layer in range(layers)],
+        "rotary embedding and append of all layers": lambda: [append(layer) for layer in range(layers)],
+    }
+
+
+def _prepare_step(shape: Shape, layers: int) -> GpuSetup:
+    work = layers * _read_bytes(shape, 4)
+    return GpuSetup(partial(_step_contenders, shape, layers), work, work, "read")
+
+
 def cases(quick: bool = False) -> list[Case[GpuSetup]]:
     """Every row, in the order of the report."""
     shapes = SHAPES
     if quick:
         small = [x._replace(batch=min(x.batch, 2), tokens=min(x.tokens, 1024), q_len=min(x.q_len, 64)) for x in SHAPES]
         shapes = tuple(dict.fromkeys(small))
-    return [Case("tbq4", shape.name(), "GB/s", partial(_prepare, shape)) for shape in shapes]
+    rows = [Case("tbq4", shape.name(), "GB/s", partial(_prepare, shape)) for shape in shapes]
+    step, layers = (STEP_SHAPE._replace(tokens=1024), 2) if quick else (STEP_SHAPE, STEP_LAYERS)
+    name = f"a step of {layers} layers: rotary embedding, append, attention {step.name()}"
+    return [*rows, Case("tbq4", name, "GB/s", partial(_prepare_step, step, layers))]
