@@ -101,7 +101,7 @@ def test_calls_are_valid(op: str) -> None:
 @pytest.mark.parametrize("op", calls.OUT_OF_RANGE)
 def test_calls_out_of_range_are_out_of_range(op: str) -> None:
     for arguments, options in calls.OUT_OF_RANGE[op]():
-        with pytest.raises(RuntimeError, match=rf"flashq::{op}: (slots|seqlens|cu_seqlens_q)\["):
+        with pytest.raises(RuntimeError, match=rf"flashq::{op}: (slots|positions|seqlens|cu_seqlens_q)\["):
             getattr(torch.ops.flashq, op)(*arguments, **options)
 
 
