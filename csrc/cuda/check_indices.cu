@@ -14,19 +14,17 @@ namespace {
 
 // In pinned host memory: kernels write it where it stands, and nothing has to be copied back.
 struct Finding {
-  int32_t complete = 0;      // written last
+  int32_t complete = 0;  // written last
+  int32_t writing = 0;   // 1 while a kernel writes; the host leaves it alone, as the GPU's atomics bind the GPU alone
   const char* op = nullptr;  // the host's; the device only passes it on
   IndexFault fault;
 };
 
 constexpr int kThreads = 1024;
 
-// 1 while a kernel writes to the device's Finding. Host memory itself has no atomics on most machines.
-__device__ int writing;
-
 // The first report since the last one that was raised wins.
 __device__ void report(const IndexFault& fault, const char* op, Finding* finding) {
-  if (atomicExch(&writing, 1)) return;
+  if (atomicExch(&finding->writing, 1)) return;
   if (!*static_cast<volatile int32_t*>(&finding->complete)) {
     finding->op = op;
     finding->fault = fault;
@@ -34,7 +32,7 @@ __device__ void report(const IndexFault& fault, const char* op, Finding* finding
     *static_cast<volatile int32_t*>(&finding->complete) = 1;
     __threadfence_system();
   }
-  atomicExch(&writing, 0);
+  atomicExch(&finding->writing, 0);
 }
 
 // All threads call it. Reports the fault with the least key, if any; returns whether there was one.

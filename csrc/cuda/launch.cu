@@ -1,18 +1,21 @@
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <charconv>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <mutex>
-#include <vector>
 
 #include "cuda/launch.h"
 
 namespace flashq::cuda {
 namespace {
 
+// The error is reported here, so that a later launch that succeeds does not find it.
 Status failure(const char* expected, cudaError_t error) {
+  (void)cudaGetLastError();
   Status status;
   std::snprintf(status.message, sizeof status.message, "device: expected %s, got %s (%s)", expected,
                 cudaGetErrorName(error), cudaGetErrorString(error));
@@ -25,11 +28,11 @@ Status refuse_override(const char* variable, const char* expected, const char* g
   return status;
 }
 
-// What is known of a device. Filled once, so that a launch costs no queries.
+// What is known of a device. Filled once, so that a launch costs no queries; a query that failed is made again.
 struct Slot {
-  std::once_flag described;
+  std::mutex mutex;
+  std::atomic<bool> described = false;
   Device device;
-  Status problem;
 };
 
 Status query(int32_t device, Device& description) {
@@ -48,18 +51,26 @@ Status query(int32_t device, Device& description) {
   return check_capability(major, minor);
 }
 
-// The slot of a device, described; null: there is no such device.
-Slot* find_slot(int32_t device) {
-  static std::vector<Slot> slots = [] {
+struct Slots {
+  explicit Slots(int devices) : count(devices), slots(std::make_unique<Slot[]>(static_cast<size_t>(devices))) {}
+
+  int count;
+  std::unique_ptr<Slot[]> slots;
+};
+
+// The slot of a device.
+Status find_slot(int32_t device, Slot*& slot) {
+  static std::atomic<Slots*> known = nullptr;  // never freed: other threads may launch until the process ends
+  Slots* all = known.load(std::memory_order_acquire);
+  if (!all) {
     int count = 0;
-    if (cudaGetDeviceCount(&count)) count = 0;
-    return std::vector<Slot>(static_cast<size_t>(count));
-  }();
-  const auto index = static_cast<size_t>(device);
-  if (device < 0 || index >= slots.size()) return nullptr;
-  Slot& slot = slots[index];
-  std::call_once(slot.described, [&] { slot.problem = query(device, slot.device); });
-  return &slot;
+    if (const cudaError_t error = cudaGetDeviceCount(&count)) return failure("a usable GPU", error);
+    auto made = std::make_unique<Slots>(count);
+    if (known.compare_exchange_strong(all, made.get(), std::memory_order_acq_rel)) all = made.release();
+  }
+  if (device < 0 || device >= all->count) return failure("a usable GPU", cudaErrorInvalidDevice);
+  slot = &all->slots[static_cast<size_t>(device)];
+  return {};
 }
 
 }  // namespace
@@ -88,10 +99,17 @@ Status parse_overrides(const char* arch, const char* shared_bytes, Overrides& ov
 }
 
 Status describe_device(int32_t device, Device& description) {
-  const Slot* slot = find_slot(device);
-  if (!slot) return failure("a usable GPU", cudaErrorInvalidDevice);
+  Slot* slot = nullptr;
+  if (const Status status = find_slot(device, slot); !status.ok()) return status;
+  if (!slot->described.load(std::memory_order_acquire)) {
+    const std::scoped_lock lock(slot->mutex);
+    if (!slot->described.load(std::memory_order_relaxed)) {
+      if (const Status status = query(device, slot->device); !status.ok()) return status;
+      slot->described.store(true, std::memory_order_release);
+    }
+  }
   description = slot->device;
-  return slot->problem;
+  return {};
 }
 
 Status enter(const Launch& launch, Device& device) {

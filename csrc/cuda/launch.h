@@ -23,7 +23,7 @@ struct Device {
   int64_t shared_bytes;  // that a block can opt in to
   int sm_count;          // multiprocessors
 };
-// Asks the driver once a device and process.
+// Asks the driver until it has answered once for a device.
 [[nodiscard]] Status describe_device(int32_t device, Device& description);
 
 // Makes the launch's device the current one of this library's CUDA runtime (torch has its own copy), and checks it.

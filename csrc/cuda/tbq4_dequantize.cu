@@ -53,9 +53,23 @@ template <int kBlockWidth> struct BulkDecodePlan {
   static constexpr int shared_bytes(int) { return kTableBytes; }
 };
 
-template <int kWidth> struct DecodeJob : DequantizeParams {
-  using Plan = BulkDecodePlan<kWidth>;
+template <int kBlockWidth> struct DecodeJob : DequantizeParams {
+  using Plan = BulkDecodePlan<kBlockWidth>;
   int groups;  // of what a warp decodes at a time
+  // From block to block, or -1 where they do not lie evenly.
+  int64_t codes_stride, norms_stride;
+
+  struct Source {
+    const uint8_t* codes;
+    const uint16_t* norm;
+  };
+  __device__ __forceinline__ Source source(int64_t block) const {
+    if (codes_stride >= 0 && norms_stride >= 0)
+      return {static_cast<const uint8_t*>(codes.data()) + block * codes_stride,
+              static_cast<const uint16_t*>(norms.data()) + block * norms_stride};
+    const BlockPlace place = place_of<kBlockWidth>(block, row_blocks);
+    return {codes_at<kBlockWidth>(place), norm_at<kBlockWidth>(place)};
+  }
 };
 
 // For many blocks.
@@ -74,15 +88,12 @@ template <class T, int kWidth> __global__ void __launch_bounds__(32 * BulkDecode
   const auto block_of = [&](int group) {
     return int64_t{group} * Lanes::kBlocks + static_cast<int>(threadIdx.x) % 32 / Lanes::kLanes;
   };
-  struct Source {
-    const uint8_t* codes;
-    const uint16_t* norm;
-  };
+  using Source = typename DecodeJob<kWidth>::Source;
   const auto source_of = [&](int group) -> Source {
     const int64_t block = block_of(group);
     if (block >= job.blocks) return {nullptr, nullptr};
-    const BlockPlace place = place_of<kWidth>(block, job.row_blocks);
-    return {job.template codes_at<kWidth>(place) + lane * (Lanes::kValues / 2), job.template norm_at<kWidth>(place)};
+    const Source source = job.source(block);
+    return {source.codes + lane * (Lanes::kValues / 2), source.norm};
   };
   uint32_t codes[Lanes::kRuns];
   uint16_t norm = 0;
@@ -144,7 +155,8 @@ Status tbq4_dequantize(const Tbq4DequantizeParams& p, const Launch& launch) {
       if constexpr (aligned.value != 0) {
         const int groups =
             codes.aligned(2 * sizeof(uint32_t)) ? bulk_groups(params.blocks, DecodeLanes<kWidth>::kBlocks, device) : 0;
-        const DecodeJob<kWidth> job{params, groups};
+        const DecodeJob<kWidth> job{params, groups, codes.even_stride(kWidth / 2, row_blocks),
+                                    norms.even_stride(1, row_blocks)};
         if (groups > 0 && launch_bulk<bulk_decode_kernel<T, kWidth>>(job, device, launch)) return;
       }
       using Lanes = BlockLanes<kWidth>;

@@ -42,22 +42,43 @@ template <class T, int kWidth, bool kVector> __global__ void __launch_bounds__(B
 template <class T, int kBlockWidth> struct QuantizeJob : QuantizeParams {
   using Plan = BulkEncodePlan<T, kBlockWidth>;
   static constexpr bool kHasOffsets = false;
+  const char* first;
+  int64_t even_stride;  // bytes from block to block, or -1: they do not lie evenly
   int groups;
 
-  __device__ __forceinline__ const void* source(int group, int own) const {
-    const int64_t block = int64_t{group} * Plan::kBlocks + own;
+  struct Place { int64_t first; };
+  __device__ __forceinline__ Place place(int group) const { return {int64_t{group} * Plan::kBlocks}; }
+  __device__ __forceinline__ bool lies_evenly() const { return even_stride >= 0; }
+  __device__ __forceinline__ EvenRows even_rows(const Place& place) const {
+    return {first + place.first * even_stride, even_stride,
+            static_cast<int>(min_of<int64_t>(blocks - place.first, Plan::kBlocks))};
+  }
+  __device__ __forceinline__ const void* source(const Place& group, int own) const {
+    const int64_t block = group.first + own;
     if (block >= blocks) return nullptr;
     const BlockPlace place = place_of<kBlockWidth>(block, row_blocks);
     return x.template row<typename T::Storage>(place.row) + place.column;
   }
-  __device__ __forceinline__ void start_slot(int, int, int64_t*) const {}
-  __device__ __forceinline__ int64_t target(int group, int own, int64_t) const {
-    const int64_t block = int64_t{group} * Plan::kBlocks + own;
+  __device__ __forceinline__ void start_slot(const Place&, int, int64_t*) const {}
+  __device__ __forceinline__ int64_t target(const Place& group, int own, int64_t) const {
+    const int64_t block = group.first + own;
     return block < blocks ? block : -1;
   }
-  __device__ __forceinline__ uint8_t* codes(int) const { return QuantizeParams::codes; }
-  __device__ __forceinline__ uint16_t* norms(int) const { return QuantizeParams::norms; }
+  __device__ __forceinline__ uint8_t* codes(const Place&) const { return QuantizeParams::codes; }
+  __device__ __forceinline__ uint16_t* norms(const Place&) const { return QuantizeParams::norms; }
 };
+
+// False: too few blocks, or no room.
+template <class T, int kWidth> bool quantize_in_bulk(const QuantizeParams& params, const Device& device,
+                                                     const Launch& launch) {
+  using Job = QuantizeJob<T, kWidth>;
+  const int groups = bulk_groups(params.blocks, Job::Plan::kBlocks, device);
+  if (groups == 0) return false;
+  const int64_t stride = params.x.even_stride(kWidth, params.row_blocks);
+  const int64_t bytes = stride < 0 ? -1 : stride * static_cast<int64_t>(sizeof(typename T::Storage));
+  const Job job{params, static_cast<const char*>(params.x.data()), bytes, groups};
+  return launch_bulk<bulk_encode_kernel<Job>>(job, device, launch);
+}
 
 }  // namespace
 
@@ -74,10 +95,7 @@ Status tbq4_quantize(const Tbq4QuantizeParams& p, const Launch& launch) {
       const int row_blocks = static_cast<int>(p.x.head_dim) / kWidth;
       const QuantizeParams params{rows, p.codes, p.norms, p.x.rows * row_blocks, row_blocks};
       if constexpr (aligned.value != 0) {
-        using Job = QuantizeJob<T, kWidth>;
-        if (const int groups = bulk_groups(params.blocks, Job::Plan::kBlocks, device);
-            groups > 0 && launch_bulk<bulk_encode_kernel<Job>>(Job{params, groups}, device, launch))
-          return;
+        if (quantize_in_bulk<T, kWidth>(params, device, launch)) return;
       }
       using Lanes = BlockLanes<kWidth>;
       quantize_kernel<T, kWidth, aligned.value != 0>

@@ -26,22 +26,13 @@ template <int kWidth> class DecodeLanes {
     upper_ = lane >> 1;
     odd_sign_ = odd_ ? -1.f : 1.f;
     upper_sign_ = upper_ ? -1.f : 1.f;
-    // A level's negative is the level of the complemented code.
+    constexpr Signs signs = signs_of_lanes();
 #pragma unroll
-    for (int word = 0; word < kRuns; ++word) {
-      const uint32_t signs = kDeviceSigns[1][lane] >> (8 * (word ^ order()));
-      flips_[word] = 0;
+    for (int word = 0; word < kRuns; ++word) flips_[word] = of_lane(signs.flips[word]);
+    const uint32_t negated = of_lane(signs.negated);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) flips_[word] |= (signs >> i & 1) * (15u << (4 * i));
-    }
-#pragma unroll
-    for (int run = 0; run < kRuns; ++run) {
-      const int first = first_value(run);
-      const uint32_t signs = kDeviceSigns[0][first / 32] >> (first % 32);
-#pragma unroll
-      for (int i = 0; i < kRun; ++i)
-        scales_[run * kRun + i] = tbq4::flip(tbq4::kInvSqrtWidth<kWidth>, signs << (31 - i) & 0x80000000);
-    }
+    for (int i = 0; i < kValues; ++i)
+      scales_[i] = tbq4::flip(tbq4::kInvSqrtWidth<kWidth>, negated << (31 - i) & 0x80000000);
   }
 
   // Codes of the lane's 32 values, as they lie at `from`; null: any.
@@ -56,10 +47,7 @@ template <int kWidth> class DecodeLanes {
   }
 
   // Where the lane's eight values of a run start in the block.
-  __device__ __forceinline__ int first_value(int run) const {
-    const int low = run / 2, high = run % 2;
-    return kLanes == 4 ? 64 * high + 32 * low + 16 * odd_ + 8 * upper_ : 32 * low + 16 * odd_ + 8 * high;
-  }
+  __device__ __forceinline__ int first_value(int run) const { return first_value(run, odd_, upper_); }
 
   // Codes of load_codes(), table of fill_levels<kWidth>. All lanes of a warp take part.
   __device__ __forceinline__ void decode(const uint32_t (&codes)[kRuns], uint16_t norm, const char* levels,
@@ -94,8 +82,37 @@ template <int kWidth> class DecodeLanes {
   }
 
  private:
-  // Words of codes: register w holds word w ^ order().
-  __device__ __forceinline__ int order() const { return 2 * odd_ + upper_; }
+  static FLASHQ_HD constexpr int first_value(int run, int odd, int upper) {
+    const int low = run / 2, high = run % 2;
+    return kLanes == 4 ? 64 * high + 32 * low + 16 * odd + 8 * upper : 32 * low + 16 * odd + 8 * high;
+  }
+
+  // What the signs of the format do to the values of each lane.
+  using OfLanes = tbq4::Table<uint32_t, kLanes>;
+  struct Signs {
+    OfLanes flips[kRuns];  // of words of codes: a level's negative is the level of the complemented code
+    OfLanes negated;       // a bit for each register at the end
+  };
+  static FLASHQ_HD constexpr Signs signs_of_lanes() {
+    Signs signs{};
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const int odd = lane & 1, upper = lane >> 1, order = 2 * odd + upper;  // register w holds word w ^ order
+      for (int r = 0; r < kValues; ++r) {
+        const int value = lane * kValues + (r ^ order * 8);
+        signs.flips[r / 8].value[lane] |= (tbq4::sign_bit<tbq4::Sign::kOut>(value) >> 31) * (15u << (4 * (r % 8)));
+        const int result = first_value(r / kRun, odd, upper) + r % kRun;
+        signs.negated.value[lane] |= tbq4::sign_bit<tbq4::Sign::kIn>(result) >> 31 << r;
+      }
+    }
+    return signs;
+  }
+  // Selected among constants: cheaper than worked out, and than waiting for memory.
+  __device__ __forceinline__ uint32_t of_lane(const OfLanes& constants) const {
+    const uint32_t low = odd_ ? constants[1] : constants[0];
+    if constexpr (kLanes == 2) return low;
+    const uint32_t high = odd_ ? constants[kLanes - 1] : constants[kLanes - 2];
+    return upper_ ? high : low;
+  }
 
   // The stage of the bit that the lanes of sign -1 hold swapped. What exchange() sends is multiplied by the sign.
   template <int kBit> static __device__ __forceinline__ void swapped_stage(float (&v)[kValues], float sign) {

@@ -25,11 +25,13 @@ template <class T, int kBlockWidth> struct BulkEncodePlan {
 
 // Job: Plan, kHasOffsets, and on the device
 //   int groups: of the blocks that a warp encodes at a time; `block` counts in the group
-//   const void* source(int group, int block): the row in global memory, or null
-//   void start_slot(int group, int block, int64_t* to): starts to copy what target() needs to shared memory
-//   int64_t target(int group, int block, int64_t slot): where the block goes, counted in blocks, or -1: nowhere
-//   uint8_t* codes(int group), uint16_t* norms(int group): of block 0
-//   const uint16_t* offsets(int group, int block, int64_t slot): fp16, to subtract from the row, or null
+//   Place place(int group): what the others work out addresses by
+//   bool lies_evenly(), EvenRows even_rows(Place): whether each group's rows do, and then where
+//   const void* source(Place, int block): the row in global memory, or null
+//   void start_slot(Place, int block, int64_t* to): starts to copy what target() needs to shared memory
+//   int64_t target(Place, int block, int64_t slot): where the block goes, counted in blocks, or -1: nowhere
+//   uint8_t* codes(Place), uint16_t* norms(Place): of block 0
+//   const uint16_t* offsets(Place, int block, int64_t slot): fp16, to subtract from the row, or null
 template <class Job> __global__ void __launch_bounds__(32 * Job::Plan::kMaxWarps, 1)
     bulk_encode_kernel(const __grid_constant__ Job job) {
   using Plan = typename Job::Plan;
@@ -43,25 +45,29 @@ template <class Job> __global__ void __launch_bounds__(32 * Job::Plan::kMaxWarps
   const int lane = static_cast<int>(threadIdx.x) % 32, own = lane / Block::kLanes;
   char* const rows = shared + kTableBytes + threadIdx.x / 32 * Plan::kWarpBytes;
   int64_t* const slot_copy = reinterpret_cast<int64_t*>(rows + Plan::kSlots) + lane;
-  const auto fetch = [&](int group) {
-    const auto* source = static_cast<const char*>(job.source(group, own));
-    job.start_slot(group, own, slot_copy);
-    start_copies<Plan::kRowBytes, Plan::kRowStride, Block::kLanes>(rows, source);
+  const auto fetch = [&](const auto& place) {
+    job.start_slot(place, own, slot_copy);
+    if (job.lies_evenly())
+      start_even_copies<Plan::kRowBytes, Plan::kRowStride, Block::kLanes>(rows, job.even_rows(place));
+    else
+      start_copies<Plan::kRowBytes, Plan::kRowStride, Block::kLanes>(rows,
+                                                                     static_cast<const char*>(job.source(place, own)));
   };
   ptx::wait_for_primary();
 
   // Groups go to the multiprocessors in turn, so that each gets the same number of them.
   const int step = static_cast<int>(gridDim.x * (blockDim.x / 32));
   int group = static_cast<int>(blockIdx.x + gridDim.x * (threadIdx.x / 32));
-  if (group < job.groups) fetch(group);
+  auto place = job.place(group);
+  if (group < job.groups) fetch(place);
   __syncthreads();  // the table
 
   for (; group < job.groups; group += step) {
     ptx::cp_async_wait<0>();
     __syncwarp();
-    const int64_t slot = *slot_copy, target = job.target(group, own, slot);
+    const int64_t slot = *slot_copy, target = job.target(place, own, slot);
     const uint16_t* offsets = nullptr;
-    if constexpr (Job::kHasOffsets) offsets = job.offsets(group, own, slot);
+    if constexpr (Job::kHasOffsets) offsets = job.offsets(place, own, slot);
     float x[kValues], sums[kValues / kPiece];
 #pragma unroll
     for (int r = 0; r < kValues; r += kPiece) {
@@ -80,7 +86,12 @@ template <class Job> __global__ void __launch_bounds__(32 * Job::Plan::kMaxWarps
     }
     const float squares = tbq4::tree_sum<kValues / kPiece>(sums);
     __syncwarp();  // every lane holds its values
-    if (group + step < job.groups) fetch(group + step);
+    uint8_t* const codes = job.codes(place);
+    uint16_t* const norms = job.norms(place);
+    if (group + step < job.groups) {
+      place = job.place(group + step);
+      fetch(place);
+    }
 
     const auto encoded = block.encode(x, squares, shared);
     if (target < 0) continue;
@@ -90,9 +101,9 @@ template <class Job> __global__ void __launch_bounds__(32 * Job::Plan::kMaxWarps
       Vector<uint32_t, kRunWords> words;
 #pragma unroll
       for (int i = 0; i < kRunWords; ++i) words.value[i] = encoded.codes[run * kRunWords + i];
-      store(job.codes(group) + target * (Plan::kWidth / 2) + block.run_start(run) / 2, words);
+      store(codes + target * (Plan::kWidth / 2) + block.run_start(run) / 2, words);
     }
-    if (lane % Block::kLanes == 0) job.norms(group)[target] = encoded.norm;
+    if (lane % Block::kLanes == 0) norms[target] = encoded.norm;
   }
 }
 

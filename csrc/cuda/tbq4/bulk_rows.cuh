@@ -33,4 +33,33 @@ __device__ __forceinline__ void start_copies(char* rows, const char* from) {
   ptx::cp_async_commit();
 }
 
+// Rows of a group that lie evenly: where the first is, bytes from one to the next, and how many there are.
+struct EvenRows {
+  const char* first;
+  int64_t stride;
+  int count;
+};
+// As start_copies(); the places of rows that are not there get zeros.
+template <int kRowBytes, int kRowStride, int kLanes>
+__device__ __forceinline__ void start_even_copies(char* rows, const EvenRows& from) {
+  constexpr int kChunks = kRowBytes / kVectorBytes, kRows = 32 / kChunks, kSteps = 32 / kLanes / kRows;
+  const int lane = static_cast<int>(threadIdx.x) % 32, row = lane / kChunks, column = lane % kChunks * kVectorBytes;
+  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(rows)) + row * kRowStride + column;
+  const char* chunk = from.first + row * from.stride + column;
+  if (from.count == 32 / kLanes) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      ptx::cp_async_16(to + i * kRows * kRowStride, chunk, true);
+      chunk += kRows * from.stride;
+    }
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < kSteps; ++i) {
+      ptx::cp_async_16(to + i * kRows * kRowStride, chunk, row + i * kRows < from.count);
+      chunk += kRows * from.stride;
+    }
+  }
+  ptx::cp_async_commit();
+}
+
 }  // namespace flashq::cuda

@@ -93,11 +93,15 @@ __device__ __forceinline__ void fill_encoding(char* table) {
   }
 }
 
-// For decoding: the levels of the two codes of a byte.
+// For decoding: the levels of the two codes of a byte. Two threads fill a row.
 template <int kWidth> __device__ __forceinline__ void fill_levels(char* table) {
-  for (int row = static_cast<int>(threadIdx.x); row < 256; row += static_cast<int>(blockDim.x)) {
+  for (int i = static_cast<int>(threadIdx.x); i < 512; i += static_cast<int>(blockDim.x)) {
+    const int row = i / 2;
     const uint32_t low = bits_of(level_of<kWidth>(row % 16)), high = bits_of(level_of<kWidth>(row / 16));
-    fill_copies(table + row * kTableRow, make_uint4(low, high, low, high));
+    char* const to = table + row * kTableRow;
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      *reinterpret_cast<uint4*>(to + (2 * j + i) % 8 * kVectorBytes) = make_uint4(low, high, low, high);
   }
 }
 

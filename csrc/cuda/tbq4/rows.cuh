@@ -32,6 +32,15 @@ class Rows {
   // Whether every row starts at a multiple of `bytes`.
   [[nodiscard]] bool aligned(int bytes) const { return address_bits_ % static_cast<uintptr_t>(bytes) == 0; }
 
+  FLASHQ_HD const void* data() const { return data_; }
+  // Elements from one block of rows to the next, or -1 where they do not lie evenly; a block is `width` elements, a row
+  // `row_blocks` blocks.
+  [[nodiscard]] int64_t even_stride(int width, int row_blocks) const {
+    if (dimensions_ > 1) return -1;
+    if (row_blocks == 1) return stride_[0];
+    return stride_[0] == int64_t{width} * row_blocks ? width : -1;
+  }
+
   template <class Storage> __device__ __forceinline__ const Storage* row(int64_t index) const {
     int64_t offset = 0;
 #pragma unroll 1
