@@ -190,7 +190,11 @@ class ModelCache(Cache):
             self._step = self._begin(k, mask)
             self._missing = set(range(len(self.windows)))
         q, k, v, model_dtype = *(x.to(self.paged.dtype) for x in (q, k, v)), q.dtype
-        out, _ = self._step.attend(layer, q, k, v, scale=scale, sinks=sinks, softcap=softcap)
+        # Of a model in fp32, 4-bit attention is not rounded to the dtype of the exact tokens on its way back.
+        wide = self.kind is TBQ4Cache and model_dtype == torch.float32
+        out, _ = self._step.attend(
+            layer, q, k, v, scale=scale, sinks=sinks, softcap=softcap, out_dtype=model_dtype if wide else None
+        )
         self._missing.remove(layer)
         return out.to(model_dtype)
 

@@ -75,7 +75,7 @@ def test_logits_are_those_of_the_reference(
     def eager(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         on_cpu = [x.cpu() if isinstance(x, Tensor) else x for x in (q, *args)]
         out, lse = flashq.reference.tbq4_attention(*on_cpu, **options)
-        return out.to(q.device, q.dtype), lse.to(q.device)
+        return out.to(q.device, options.get("out_dtype") or q.dtype), lse.to(q.device)
 
     class Ops:
         """torch.ops.flashq, but for attention."""
