@@ -45,6 +45,31 @@ def test_many_tiles(case: dict) -> None:
     check_16bit("prefill", q, k, v, make_sinks(case["sinks"], heads), device="cuda", big=True, **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+@pytest.mark.parametrize("late", [0, 1300])
+def test_scores_far_above_all_before(dtype: torch.dtype, dim: int, softcap: float, late: int) -> None:
+    """Some rows meet a score beyond what fp16 could hold relative to the ones before; keys are read from the last."""
+    q, k, v = (randn(1, n, 2, dim, seed=i) for i, n in enumerate((300, 1400, 1400)))
+    q[:, ::37] *= 30
+    k[:, late : late + 10] *= 8
+    check_16bit("prefill", *(x.to(dtype) for x in (q, k, v)), device="cuda", big=True, softcap=softcap)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_large_scores_of_one_row_leave_its_neighbours_alone(dtype: torch.dtype, dim: int) -> None:
+    q, k, v = (randn(1, n, 1, dim, dtype=dtype, seed=i).cuda() for i, n in enumerate((256, 2048, 2048)))
+    large = q.clone()
+    large[:, [5, 77]] *= 60
+    others = [row for row in range(256) if row not in (5, 77)]
+    for before, after in zip(flashq.prefill(q, k, v), flashq.prefill(large, k, v), strict=True):
+        rows = 1 if before.ndim == 4 else 2
+        wanted = torch.tensor(others, device="cuda")
+        assert torch.equal(before.index_select(rows, wanted), after.index_select(rows, wanted))
+
+
 @pytest.mark.parametrize("page_size", [16, 64, 7, 48, 256])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("window", [-1, 150])

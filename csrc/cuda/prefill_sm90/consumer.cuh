@@ -10,7 +10,7 @@ namespace flashq::cuda::sm90 {
 template <class C>
 __device__ __forceinline__ void clear_rows(void* v_tile, int begin, int end, int warpgroup) {
   constexpr int kBoxChunks = C::kTileK * 8;
-  for (int i = begin * 8 + static_cast<int>(threadIdx.x % 128); i < end * 8; i += 128)
+  for (int i = begin * 8 + ptx::fresh_thread() % 128; i < end * 8; i += 128)
 #pragma unroll
     for (int box = 0; box < C::kBoxes; ++box) static_cast<uint4*>(v_tile)[box * kBoxChunks + i] = uint4{};
   ptx::fence_async_proxy();
@@ -53,10 +53,6 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
     for (int n = 0; n < kTileK / 16; ++n) ptx::Wgmma<kTileD>::template rs<Element>(o, prob[n], v + n * (2048 / 16));
     ptx::wgmma_commit();
   };
-  const auto round_probabilities = [&] {
-#pragma unroll
-    for (int i = 0; i < kTileK / 2; i += 2) prob[i / 8][i / 2 % 4] = ptx::pack<Element>(s[i], s[i + 1]);
-  };
   const auto release = [&](ptx::Barrier* empty, ptx::Ring<C::kStages>& ring) {
     if (lane == 0) empty[ring.at].arrive();
     ring.advance();
@@ -80,7 +76,7 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
   // Where Q has two buffers, S of a tile's first keys is under way while the rows of the tile before are finished
   // (with a scheduler thread +1 to 2 %). It is issued whatever comes, because the compiler would wait for products that
   // only some paths issue: without a tile, or keys, it is of anything.
-  constexpr bool kStartEarly = C::kQStages == 2;
+  constexpr bool kStartEarly = C::kStartEarly;
   const auto await_first_keys = [&] {
     if (const Tile& next = shared.tile[slots.at]; next.row != kNoTile && next.first < next.end) {
       shared.q_full[q_ring.at][wg].wait(q_ring.parity);
@@ -112,26 +108,37 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
     for (int i = 0; i < kTileD / 2; ++i) o[i] = 0;
     rows = {{-kInf, -kInf}, {0, 0}};
 
-    // S to P. missing: as SharedMemory::missing, of key tile n.
-    const auto weigh = [&](auto masked, int n, uint32_t missing) {
-      float largest[2];
+    // S to P. missing: as SharedMemory::missing, of key tile n. then(): before P is written.
+    const auto weigh = [&](auto masked, int n, uint32_t missing, const auto& then) {
+      const auto grew = [&](int h, float largest) {  // false while both are -inf
+        return largest * p.scale_log2 > rows.max[h] * p.scale_log2 + kLazyGrowth;
+      };
+      bool bad[2];
+      const bool capped = C::kGeneral && p.transform == Transform::kCap;
       if constexpr (C::kGeneral) {
-        // At D 256 products take so long that the hardware's tanh hides behind them: no polynomial there.
-        if (C::kTileD <= 128 && !masked.value && p.transform == Transform::kCap && p.cap.limit >= 0 && !missing) {
-          find_largest(s, rows, largest);
+        if (C::kSkipsMaxima && !masked.value && capped && p.cap.largest_square >= 0 && !missing) {
           // Rows past the sequence's end have no say: results must not depend on what lies there.
           const int past = (tile.q_len << p.schedule.pack_log2) - row0 - row_of_thread(ptx::fresh_thread());
-          const auto small = [&](int h) { return largest[h] <= p.cap.limit && above(s, h, p.cap.limit); };
-          if (__all_sync(~0u, (past <= 0 || small(0)) && (past <= 8 || small(1))))
-            return softmax<false>(s, rows, largest, o_scale, p.scale_log2, HardlyCapped{p.cap});
+          const auto ignored = [&](int h) { return past <= 8 * h; };
+          if (softmax_alike<Element>(s, rows, p.scale_log2, HardlyCapped{p.cap}, prob, bad, ignored, then))
+            return false;
         }
-        if (p.transform == Transform::kCap) {
+        if (capped) {
 #pragma unroll
           for (float& x : s) x = ptx::tanh_approx(x * p.cap.multiplier);
         } else if (p.transform == Transform::kMultiply) {
 #pragma unroll
           for (float& x : s) x *= p.cap.multiplier;
         }
+      }
+      if (C::kSkipsMaxima && !masked.value && !missing && !capped) {
+        const auto none = [](int) { return false; };
+        if (softmax_alike<Element>(s, rows, p.scale_log2, Plain{p.scale_log2}, prob, bad, none, then)) return false;
+        // As each row would alone, whatever the others of its warp do.
+        const auto of_row = [&](int h) { return __ballot_sync(~0u, bad[h]) >> (ptx::fresh_lane() & 28) & 15; };
+        const bool row_bad[2] = {of_row(0) != 0, of_row(1) != 0};
+        const auto moves = [&](int h, float largest) { return row_bad[h] && largest > rows.max[h]; };
+        return softmax<Element, true>(s, rows, o_scale, p.scale_log2, prob, moves, then);
       }
       if (masked.value || missing) {
         const uint32_t there = ~columns_missing(missing);
@@ -143,9 +150,8 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
           mask_row(s, h, columns_in(keys.begin - left, keys.end - left) & there);
         }
       }
-      find_largest(s, rows, largest);
       constexpr bool kMayBeEmpty = masked.value || C::kGeneral;
-      return softmax<kMayBeEmpty>(s, rows, largest, o_scale, p.scale_log2, Plain{p.scale_log2});
+      return softmax<Element, kMayBeEmpty>(s, rows, o_scale, p.scale_log2, prob, grew, then);
     };
     bool found_all = true;
     const auto take_missing = [&] {
@@ -174,8 +180,7 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
       }
       const uint32_t missing = take_missing();
       release(shared.k_empty, k_ring);
-      weigh(kMasked, n, missing);
-      round_probabilities();
+      weigh(kMasked, n, missing, [] {});
       if constexpr (kStartEarly) retire_store();
       if (const int last = tile.kv_len - n * kTileK; p.shared_keys && last < kTileK) {
         shared.v_full[v_ring.at].wait(v_ring.parity);
@@ -192,11 +197,11 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
         ptx::pin(s);
         const uint32_t missing = take_missing();
         release(shared.k_empty, k_ring);
-        const bool grew = weigh(masked, n, missing);
-        ptx::wgmma_wait<0>();
-        ptx::pin(o);
+        const bool grew = weigh(masked, n, missing, [&] {
+          ptx::wgmma_wait<0>();
+          ptx::pin(o);
+        });
         release(shared.v_empty, v_ring);
-        round_probabilities();
         if (grew) {
 #pragma unroll
           for (int i = 0; i < kTileD / 2; ++i) o[i] *= o_scale[i / 2 % 2];

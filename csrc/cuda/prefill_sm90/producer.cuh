@@ -64,6 +64,7 @@ template <class C> __device__ __forceinline__ void produce_tiles(const Params& p
   ptx::Ring<C::kTileSlots> slots;
   const int ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
   if (p.schedule.plan) ptx::wait_for_primary();
+  uint32_t draw_parity = 0;
   find_tile<C>(p.schedule, cta, shared.tile[0]);
   ptx::wait_for_primary();  // the counter is not zeroed before
   for (int round = 1;; ++round) {
@@ -71,7 +72,9 @@ template <class C> __device__ __forceinline__ void produce_tiles(const Params& p
     shared.tile_full[slots.at].arrive();
     if (last) return;
     slots.advance();
-    if (p.schedule.drawn) {  // after the wait: who is slow must not hold a tile that another CTA could have
+    if (p.schedule.drawn) {  // late: who is slow must not hold a tile that another CTA could have
+      shared.may_draw.wait(draw_parity);
+      draw_parity ^= 1;
       shared.tile_empty[slots.at].wait(slots.parity ^ 1);
       find_tile<C>(p.schedule, ctas + atomicAdd(p.schedule.drawn, 1), shared.tile[slots.at]);
     } else {  // there and back again: who has the longest of one round has the shortest of the next
@@ -93,7 +96,6 @@ __device__ __forceinline__ void produce_keys(const Params& p, typename C::Shared
   const CUtensorMap& map = kValues ? p.v : p.k;
   ptx::Ring<C::kStages> ring;
   ptx::Ring<C::kTileSlots> slots;
-  ptx::Barrier* held = nullptr;  // of the last tile; K decides when the next may be drawn
   BoxOfKeys box;
   while (true) {
     shared.tile_full[slots.at].wait(slots.parity);
@@ -102,9 +104,8 @@ __device__ __forceinline__ void produce_keys(const Params& p, typename C::Shared
     const int first = tile.first, end = tile.end, kv_head = tile.head / p.schedule.packs_per_kv;
     const int batch = tile.sequence * (kValues ? p.v_batch_step : p.k_batch_step), k_begin = tile.k_begin;
     if (paged && end > first) box.start<C>(p.pages, tile, end - 1);
-    const auto let_draw = [&] {
-      if (held && lane == 0) held->arrive();
-      held = &shared.tile_empty[slots.at];
+    const auto let_draw = [&] {  // K decides when the next tile may be drawn
+      if (lane == 0) shared.may_draw.arrive();
     };
     if (!kValues && end - first <= kDrawAhead) let_draw();
     for (int n = end - 1; n >= first; --n) {
@@ -143,7 +144,7 @@ __device__ __forceinline__ void produce_keys(const Params& p, typename C::Shared
         if (n == first + kDrawAhead) let_draw();
     }
     if (paged) __syncwarp();  // no lane reads the tile any more
-    if (kValues && lane == 0) shared.tile_empty[slots.at].arrive();
+    if (lane == 0) shared.tile_empty[slots.at].arrive();
     slots.advance();
   }
 }

@@ -13,30 +13,27 @@ __device__ __forceinline__ int row_of_thread(int thread) { return thread % 128 /
 // maximum, see softmax(). `sum` is this thread's part.
 struct RowState { float max[2], sum[2]; };
 
-// Whether s >= -limit for all scores of row h that this thread has; not if one is a negative NaN.
-template <int kCount> __device__ __forceinline__ bool above(const float (&s)[kCount], int h, float limit) {
-  unsigned lowest = 0;  // the bits of a negative number are larger than those of any positive one
-#pragma unroll
-  for (int i = 2 * h; i < kCount; i += 4)
-    lowest = __vimax3_u32(lowest, __float_as_uint(s[i]), __float_as_uint(s[i + 1]));
-  return fabsf(__uint_as_float(lowest)) <= limit || static_cast<int>(lowest) >= 0;
-}
-
-// From scores to exponents of 2: value() before scale_log2, which does not fall, and exponent() = value * scale_log2 -
-// offset.
+// Exponents of 2, of two scores of row h: value * scale_log2 - offset. fits(h): whether that held for all of them.
 struct Plain {
   float scale_log2;
-  __device__ __forceinline__ float value(float x) const { return x; }
-  __device__ __forceinline__ float exponent(float x, float offset) const { return fmaf(x, scale_log2, -offset); }
+  __device__ __forceinline__ void exponents(int, float a, float b, float offset, float (&e)[2]) {
+    e[0] = fmaf(a, scale_log2, -offset);
+    e[1] = fmaf(b, scale_log2, -offset);
+  }
+  __device__ __forceinline__ bool fits(int) const { return true; }
 };
 // Where all scores are far below the cap: on the FMA pipe, because the special function unit has its exponentials to
 // do.
 struct HardlyCapped {
   const Cap& cap;
-  __device__ __forceinline__ float value(float x) const { return x * fmaf(cap.factor[1], x * x, cap.factor[0]); }
-  __device__ __forceinline__ float exponent(float x, float offset) const {
-    return fmaf(x, fmaf(cap.exponent_factor[1], x * x, cap.exponent_factor[0]), -offset);
+  int largest[2] = {0, 0};  // bits of the largest square
+  __device__ __forceinline__ void exponents(int h, float a, float b, float offset, float (&e)[2]) {
+    const float aa = a * a, bb = b * b;
+    largest[h] = __vimax3_s32(largest[h], __float_as_int(aa), __float_as_int(bb));
+    e[0] = fmaf(a, fmaf(cap.exponent_factor[1], aa, cap.exponent_factor[0]), -offset);
+    e[1] = fmaf(b, fmaf(cap.exponent_factor[1], bb, cap.exponent_factor[0]), -offset);
   }
+  __device__ __forceinline__ bool fits(int h) const { return __int_as_float(largest[h]) <= cap.largest_square; }
 };
 
 // Of SharedMemory::missing, 16 keys a bit.
@@ -52,9 +49,9 @@ template <int kCount> __device__ __forceinline__ void mask_row(float (&s)[kCount
   mask_scores<kCount / 2>(visible, [&](int i) -> float& { return s[4 * (i / 2) + 2 * h + i % 2]; });
 }
 
-// Largest score of a row in this tile, by integer reductions of three, half as many instructions as fmaxf (2-4 % of the
-// whole kernel). kPositive: signed maximum of the bits, right unless all are negative; then the result is negative too,
-// but wrong. Else: unsigned minimum of the bits, right if all are negative.
+// Largest score of a row in this tile, by integer reductions of three, half as many instructions as fmaxf. kPositive:
+// signed maximum of the bits, right unless all are negative; then the result is negative too, but wrong. Else: unsigned
+// minimum of the bits, right if all are negative.
 template <bool kPositive, int kCount> __device__ __forceinline__ float reduce_bits(const float (&s)[kCount], int h) {
   const auto three = [](int a, int b, int c) {
     return kPositive ? __vimax3_s32(a, b, c) : static_cast<int>(__vimin3_u32(a, b, c));
@@ -83,36 +80,70 @@ __device__ __forceinline__ void find_largest(const float (&s)[kCount], const Row
   }
 }
 
-// s -> exp2((value(s) - max) * scale_log2) in place. kMayBeEmpty: a row may have seen no key yet. Returns whether O has
-// to be multiplied by o_scale.
-template <bool kMayBeEmpty, int kCount, class Rule>
-__device__ __forceinline__ bool softmax(float (&s)[kCount], RowState& rows, const float (&largest)[2],
-                                        float (&o_scale)[2], float scale_log2, Rule rule) {
+// P, a thread's part: pairs of columns in 16 bits, as the operand of a product (ptx/wgmma.cuh).
+template <int kCount> using Probabilities = uint32_t[kCount / 8][4];
+
+// P = exp2(exponents(s)), and its sums. then() comes before P is written.
+template <class Element, int kCount, class Rule>
+__device__ __forceinline__ void exponentiate(const float (&s)[kCount], const float (&offset)[2], Rule& rule,
+                                             Probabilities<kCount>& prob, float (&sum)[2], const auto& then) {
+  then();
+  float part[4] = {};
+#pragma unroll
+  for (int i = 0; i < kCount; i += 2) {
+    const int h = i / 2 % 2;
+    float e[2];
+    rule.exponents(h, s[i], s[i + 1], offset[h], e);
+    e[0] = ptx::exp2_approx(e[0]);
+    e[1] = ptx::exp2_approx(e[1]);
+    part[2 * h] += e[0];
+    part[2 * h + 1] += e[1];
+    prob[i / 8][i / 2 % 4] = ptx::pack<Element>(e[0], e[1]);
+  }
+  sum[0] = part[0] + part[1];
+  sum[1] = part[2] + part[3];
+}
+
+// References follow the rows' maxima only where that is needed, so O is seldom rescaled (5 %).
+inline constexpr float kLazyGrowth = 8;     // in base 2: where maxima are at hand
+inline constexpr float kMostSum = 1 << 12;  // of a thread's P of a row in a tile, where they are not; fp16 holds it
+
+// Without maxima: P against the references as they are. Right unless a row's P is too large, or it has no reference
+// yet, or the rule does not fit; `bad` names those rows, and says of all but them. Returns whether there are none in
+// the warp; if there are, nothing but P has changed.
+template <class Element, int kCount, class Rule>
+__device__ __forceinline__ bool softmax_alike(const float (&s)[kCount], RowState& rows, float scale_log2, Rule rule,
+                                              Probabilities<kCount>& prob, bool (&bad)[2], const auto& ignored,
+                                              const auto& then) {
+  const float offset[2] = {rows.max[0] * scale_log2, rows.max[1] * scale_log2};
+  float sum[2];
+  exponentiate<Element>(s, offset, rule, prob, sum, then);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) bad[h] = (((sum[h] > kMostSum) | (offset[h] == -kInf)) | !rule.fits(h)) & !ignored(h);
+  if (__any_sync(~0u, bad[0] | bad[1])) return false;
+  for (int h = 0; h < 2; ++h) rows.sum[h] += sum[h];
+  return true;
+}
+
+// With maxima. kMayBeEmpty: a row may have seen no key yet. moves(h, largest): whether the reference of row h should
+// follow. Returns whether O has to be multiplied by o_scale.
+template <class Element, bool kMayBeEmpty, int kCount>
+__device__ __forceinline__ bool softmax(const float (&s)[kCount], RowState& rows, float (&o_scale)[2], float scale_log2,
+                                        Probabilities<kCount>& prob, const auto& moves, const auto& then) {
+  float largest[2], offset[2], sum[2];
+  find_largest(s, rows, largest);
   bool grew = false;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float value = rule.value(largest[h]);
-    // Lazy: the reference moves only when exp2 would exceed 2^8, which fp16 still holds, so O is seldom rescaled (5 %).
-    // The first finite score always sets it. False while both are -inf.
-    const bool up = value * scale_log2 > rows.max[h] * scale_log2 + 8.f;
-    o_scale[h] = up ? ptx::exp2_approx((rows.max[h] - value) * scale_log2) : 1.f;
-    rows.max[h] = up ? value : rows.max[h];
-    rows.sum[h] *= o_scale[h];
+    const bool up = moves(h, largest[h]);
+    o_scale[h] = up ? ptx::exp2_approx((rows.max[h] - largest[h]) * scale_log2) : 1.f;
+    rows.max[h] = up ? largest[h] : rows.max[h];
     grew |= up;
+    offset[h] = kMayBeEmpty && rows.max[h] == -kInf ? 0.f : rows.max[h] * scale_log2;  // exp2 is 0
   }
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const float offset = kMayBeEmpty && rows.max[h] == -kInf ? 0.f : rows.max[h] * scale_log2;  // exp2 is 0
-    float even = 0, odd = 0;
-#pragma unroll
-    for (int i = 2 * h; i < kCount; i += 4) {
-      s[i] = ptx::exp2_approx(rule.exponent(s[i], offset));
-      s[i + 1] = ptx::exp2_approx(rule.exponent(s[i + 1], offset));
-      even += s[i];
-      odd += s[i + 1];
-    }
-    rows.sum[h] += even + odd;
-  }
+  Plain rule{scale_log2};
+  exponentiate<Element>(s, offset, rule, prob, sum, then);
+  for (int h = 0; h < 2; ++h) rows.sum[h] = rows.sum[h] * o_scale[h] + sum[h];
   return __any_sync(~0u, grew);
 }
 

@@ -40,12 +40,17 @@ template <class Element_, int kTileD_, bool kGeneral_> struct Traits {
   static constexpr int kTileK = kTileD == 256 ? 80 : 128;
   static constexpr int kBoxes = kTileD / 64;
   static constexpr int kStages = 2;  // of K and of V; three do not gain
-  // Q of the next tile arrives early where it fits (12 % on sequences of 512).
-  static constexpr int kQStages = 2 * 2 * (kTileQ + kStages * kTileK) * kTileD <= kMostShared - 1024 ? 2 : 1;
-  static constexpr int kTileSlots = 2;
+  // Q of the next tiles arrives early where it fits (of one: 12 % on sequences of 512; of a second: 2.5 %).
+  static constexpr int kQStages = kTileD == 128 ? 3 : kTileD < 128 ? 2 : 1;
+  static constexpr int kTileSlots = kTileD == 128 ? 4 : 2;
   // Warpgroups take turns at the tensor cores, so that one computes its softmax meanwhile. At D 256 the products are so
   // long that it costs 2-5 %.
   static constexpr bool kPingPong = kTileD <= 128;
+  static constexpr bool kStartEarly = kQStages > 1;
+  static_assert(kPingPong || !kStartEarly);
+  // Whether P is first tried without maxima, and softcap as a polynomial. At D 256 there are no registers for it, and
+  // products take so long that maxima, and the hardware's tanh, hide behind them.
+  static constexpr bool kSkipsMaxima = kTileD <= 128;
   // Registers: 168 a thread at launch for 3 warpgroups, 128 for 4.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
@@ -57,7 +62,7 @@ template <class Element_, int kTileD_, bool kGeneral_> struct Traits {
     alignas(1024) Box v[kStages][kBoxes][kTileK];
     ptx::Barrier q_full[kQStages][kConsumers], q_empty[kQStages][kConsumers];
     ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-    ptx::Barrier tile_full[kTileSlots], tile_empty[kTileSlots];
+    ptx::Barrier tile_full[kTileSlots], tile_empty[kTileSlots], may_draw;
     Tile tile[kTileSlots], later_tile;
     uint32_t missing[kStages];  // kGeneral: bit i: keys 16 i to 16 i + 15 of the K tile are on no page
 
@@ -72,6 +77,7 @@ template <class Element_, int kTileD_, bool kGeneral_> struct Traits {
         k_empty[i].init(4 * kConsumers);  // warps
         v_empty[i].init(4 * kConsumers);
       }
+      may_draw.init(1);
       for (int i = 0; i < kTileSlots; ++i) {
         tile_full[i].init(1);
         tile_empty[i].init(4 * kConsumers + 3);  // and the producers of Q, K and V
@@ -119,10 +125,10 @@ struct Pages {
 
 enum class Transform : int { kNone, kMultiply, kCap };
 
-// tanh(multiplier * x), which for |x| <= limit is factor[0] x + factor[1] x^3, off by 1.7e-4 relative. limit -1: never.
+// tanh(multiplier * x), which for x^2 <= largest_square is a polynomial, off by 1.7e-4 relative. -1: never.
 struct Cap {
-  float multiplier, limit, factor[2];
-  float exponent_factor[2];  // factor * scale_log2
+  float multiplier, largest_square;
+  float exponent_factor[2];  // tanh(multiplier * x) * scale_log2 is [0] x + [1] x^3
 };
 
 // Tensor dimensions of the maps: (column, head in pack, token, pack, batch or page). So the `pack` query heads of one
