@@ -117,7 +117,8 @@ def dense_cases(quick: bool) -> Iterator[Case[GpuSetup]]:
 
 
 def _prepare_option(shape: Shape, dense: Shape, options: dict[str, Any], with_sinks: bool) -> GpuSetup:
-    """A causal call with options, beside a plain one and FlashAttention-3 with the same options (it has no sinks)."""
+    """A causal call with options, beside a plain one and FlashAttention-3 with the same options (it has no sinks, its
+    wheel no windows)."""
     window = options.get("window_left", -1)
     work = shape.batch * work_of(shape, shape.tokens, shape.tokens, window_left=window)
     plain, scale = _beside_dense(dense, BF16, work)
@@ -127,9 +128,9 @@ def _prepare_option(shape: Shape, dense: Shape, options: dict[str, Any], with_si
         sinks = random_normal(shape.q_heads, dtype=torch.float32, seed=index) if with_sinks else None
         calls: dict[str, Call] = {"flashq": lambda: flashq.prefill(q, k, v, sinks, causal=True, **options)}
         calls |= plain
-        if (fa3 := gpu_peers.fa3()) and not with_sinks:
-            windows, cap = (window, 0 if window >= 0 else -1), options.get("softcap", 0.0)
-            calls[gpu_peers.FA3] = lambda: fa3.flash_attn_func(q, k, v, causal=True, window_size=windows, softcap=cap)
+        if (fa3 := gpu_peers.fa3()) and not with_sinks and window < 0:
+            cap = options.get("softcap", 0.0)
+            calls[gpu_peers.FA3] = lambda: fa3.flash_attn_func(q, k, v, causal=True, softcap=cap)
         return calls
 
     return GpuSetup(contenders, work, shape.footprint, on_host=False, scale=scale)

@@ -183,7 +183,7 @@ template <class C> Status run(const Attention16Params& a, const Device& device, 
     s.drawn = &plan->drawn;
     if (!planned) cudaMemsetAsync(s.drawn, 0, sizeof *s.drawn, stream);
   } else if (items >= 3 * int64_t{device.sm_count}) {
-    // A section is a round, so that all rounds load as much from device memory (3 to 4 % on sequences of 512).
+    // A section is a round, so that all rounds load as much from device memory (2 to 4 % on sequences of 512).
     const int64_t row_blocks = ceil_div(s.q_len * pack, C::kTileQ) * s.splits * s.packs_per_kv;
     const int64_t heads = std::max<int64_t>((device.sm_count + row_blocks / 2) / row_blocks, 1);
     s.l2_keys = static_cast<int>(std::min<int64_t>(s.l2_keys, heads * s.kv_len));

@@ -11,13 +11,6 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// Off by at most 2^-22, relative where x is outside (0.5, 2); of 0 it is -inf.
-__device__ __forceinline__ float log2_approx(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // Off by at most 2^-10.987 relative.
 __device__ __forceinline__ float tanh_approx(float x) {
   float y;
