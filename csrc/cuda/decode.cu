@@ -104,8 +104,20 @@ DecodeLaunch choose(const Attention16Params& p, const Device& device, int64_t mo
   how.ctas = static_cast<int>(min_of<int64_t>(device.sm_count, kMaxCtas));
   choose_warps(how, device.shared_bytes);
   how.cluster = choose_cluster(p, kDecodeRows[how.shape], most_cluster, how.ctas);
-  if (how.cluster > 0)
-    how.ctas = static_cast<int>(count_row_tiles(p.query, kDecodeRows[how.shape]) * p.query.kv_heads) * how.cluster;
+  if (how.cluster == 0) return how;
+  // What CTAs of a cluster send each other lies behind the rings, which may be short then.
+  const int64_t rows = min_of<int64_t>(p.query.q_len * (p.query.q_heads / p.query.kv_heads), kDecodeRows[how.shape]);
+  const int received = ReceivedParts::count_bytes(how.cluster, static_cast<int>(rows * p.query.head_dim / 4));
+  const auto bytes = [&](int stages) { return decode_shared_bytes(how.dim, how.shape, how.warps, stages) + received; };
+  int stages = how.stages;
+  while (stages > 2 && bytes(stages) > device.shared_bytes) --stages;
+  if (bytes(stages) > device.shared_bytes) {
+    how.cluster = 0;
+    return how;
+  }
+  how.stages = stages;
+  how.shared_bytes = bytes(stages);
+  how.ctas = static_cast<int>(count_row_tiles(p.query, kDecodeRows[how.shape]) * p.query.kv_heads) * how.cluster;
   return how;
 }
 

@@ -39,53 +39,67 @@ template <int kDim> class ParkedRows {
   __device__ __forceinline__ SoftmaxState<Binary>& state(int team, int row) const {
     return reinterpret_cast<SoftmaxState<Binary>*>(this->row(team, rows_))[row];
   }
-  // Of all teams of the CTA; their sums take the place of the first team's.
-  __device__ __forceinline__ SoftmaxState<Binary>& total(int row) const { return state(0, rows_ + row); }
 
  private:
   unsigned char* rings_;
   int team_bytes_, rows_;
 };
 
-// Merges the parked results of a cluster and writes out and lse; all of its threads call it. `parked` are this CTA's,
-// of `teams` teams.
+// What a CTA receives from all CTAs of its cluster, itself among them: their sums of its share of an item's columns,
+// four at a time. It lies behind the rings, which may be in use yet.
+struct ReceivedParts {
+  static constexpr int kInboxBytes = 16, kColumnBytes = 16 + int{sizeof(SoftmaxState<Binary>)};
+
+  unsigned char* base;
+  int ctas, each;  // of the cluster; columns of a CTA's share
+
+  static FLASHQ_HD int count_bytes(int ctas, int columns) {
+    return kInboxBytes + ctas * ((columns + ctas - 1) / ctas) * kColumnBytes;
+  }
+  __device__ __forceinline__ ptx::Inbox& inbox() const { return *reinterpret_cast<ptx::Inbox*>(base); }
+  __device__ __forceinline__ float4& values(int rank, int column) const {
+    return reinterpret_cast<float4*>(base + kInboxBytes)[rank * each + column];
+  }
+  __device__ __forceinline__ SoftmaxState<Binary>& state(int rank, int column) const {
+    return reinterpret_cast<SoftmaxState<Binary>*>(base + kInboxBytes + ctas * each * 16)[rank * each + column];
+  }
+};
+
+// Merges the parked results of a cluster and writes out and lse; all of its threads call it, after
+// ptx::greet_cluster(). `parked` are this CTA's, of `teams` teams.
 template <int kDim>
 __device__ __forceinline__ void merge_cluster(const DecodeParams& p, const Segment& segment, const ItemRows& item,
-                                              const ParkedRows<kDim>& parked, int teams, int rank) {
+                                              const ParkedRows<kDim>& parked, unsigned char* received, int teams,
+                                              int rank) {
   const int ctas = p.cluster_ctas, quarter = static_cast<int>(p.call.query.head_dim) / 4, columns = item.rows * quarter;
   const auto thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-  __syncthreads();
+  const ReceivedParts parts{received, ctas, (columns + ctas - 1) >> p.cluster_shift};
+  const auto for_columns = [&](int begin, int end, auto body) {
 #pragma unroll 1
-  for (int i = thread; i < columns; i += threads) {
-    const int row = divide_down(i, quarter), d = (i - row * quarter) * 4;
-    RowPart sum;
-#pragma unroll 1
-    for (int team = 0; team < teams; ++team)
-      sum.merge_with({parked.state(team, row), *reinterpret_cast<const float4*>(parked.row(team, row) + d)});
-    if (ctas == 1) {
-      finish_part(p.call, p.split, segment, item, row, d, sum);
-      continue;
+    for (int i = begin + thread; i < end; i += threads) {
+      const int row = divide_down(i, quarter);
+      body(i, row, (i - row * quarter) * 4);
     }
-    *reinterpret_cast<float4*>(parked.row(0, row) + d) = sum.o;
-    if (d == 0) parked.total(row) = sum.state;
-  }
-  if (ctas == 1) return;
-  ptx::sync_cluster();
-  // Each CTA finishes its share of the columns; neighbouring lanes have the CTAs' parts of one.
-  const int shift = p.cluster_shift, each = (columns + ctas - 1) >> shift, begin = rank * each,
-            end = min_of(columns, begin + each);
-  const int lane = thread & (ctas - 1), side = threads >> shift;
-#pragma unroll 1
-  for (int base = begin; base < end; base += side) {
-    const int i = base + (thread >> shift), row = i < end ? divide_down(i, quarter) : 0;
-    const int d = i < end ? (i - row * quarter) * 4 : 0;
-    float state[2], o[4];
-    ptx::load_from_block(state, ptx::shared_address(&parked.total(row)), lane);
-    ptx::load_from_block(o, ptx::shared_address(parked.row(0, row) + d), lane);
-    const RowPart sum = merge_lanes({{state[0], state[1]}, {o[0], o[1], o[2], o[3]}}, ctas);
-    if (lane == 0 && i < end) finish_part(p.call, p.split, segment, item, row, d, sum);
-  }
-  ptx::sync_cluster();  // nobody reads a block's shared memory that has ended
+  };
+  const int begin = min_of(rank * parts.each, columns), end = min_of(begin + parts.each, columns);
+  if (thread == 0) parts.inbox().expect((end - begin) * ctas * ReceivedParts::kColumnBytes);
+  ptx::await_cluster();
+  __syncthreads();
+  for_columns(0, columns, [&](int i, int row, int d) {
+    const RowPart sum = merge_parts(
+        teams, [&](int team) { return parked.state(team, row); },
+        [&](int team) { return *reinterpret_cast<const float4*>(parked.row(team, row) + d); });
+    const int to = divide_down(i, parts.each), column = i - to * parts.each;
+    parts.inbox().send(to, &parts.values(rank, column), sum.o);
+    parts.inbox().send(to, reinterpret_cast<float2*>(&parts.state(rank, column)), {sum.state.max, sum.state.sum});
+  });
+  parts.inbox().wait();
+  for_columns(begin, end, [&](int i, int row, int d) {
+    const RowPart sum = merge_parts(
+        ctas, [&](int from) { return parts.state(from, i - begin); },
+        [&](int from) { return parts.values(from, i - begin); });
+    finish_part(p.call, p.split, segment, item, row, d, sum);
+  });
 }
 
 }  // namespace flashq::cuda

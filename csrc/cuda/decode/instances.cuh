@@ -4,6 +4,7 @@
 
 #include "cuda/decode/kernel.cuh"
 #include "cuda/decode/launch.h"
+#include "cuda/decode/merge_partials.h"
 #include "cuda/opt_in.h"
 
 namespace flashq::cuda {
@@ -25,22 +26,27 @@ template <auto kKernel> int count_clusters(const cudaLaunchConfig_t& config, int
   return answer.load(std::memory_order_relaxed) - 1;
 }
 
-template <class T, int kDim, int kTiles, int kDepth>
+template <class T, int kDim, int kTiles, int kDepth, bool kCluster>
 Status launch_decode_kernel(const DecodeLaunch& how, DecodeParams p, const Launch& launch) {
-  constexpr auto kKernel = decode_kernel<T, kDim, kTiles, kDepth>;
+  constexpr auto kKernel = decode_kernel<T, kDim, kTiles, kDepth, kCluster>;
   Device device{};
   if (const Status status = describe_device(launch.device, device); !status.ok()) return status;
   opt_in<kKernel>(launch.device, static_cast<int>(device.shared_bytes));  // launch_status() reports a failure
+  // It starts while the kernel before it ends; clusters, which need room at one place, do so 1 us later than without.
   cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(how.cluster), 1, 1};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  if (how.cluster > 1) {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(how.cluster), 1, 1};
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(how.ctas));
   config.blockDim = dim3(static_cast<unsigned>(how.warps * 32));
   config.dynamicSmemBytes = static_cast<size_t>(how.shared_bytes);
   config.stream = static_cast<cudaStream_t>(launch.stream);
   config.attrs = &attribute;
-  config.numAttrs = how.cluster > 1 ? 1 : 0;
+  config.numAttrs = runs_code_of_90(launch.device) ? 1 : 0;
   if (how.cluster > kPortableCluster &&
       count_clusters<kKernel>(config, how.shape, launch.device) * how.cluster < how.ctas) {
     config.gridDim.x = config.gridDim.x / static_cast<unsigned>(how.cluster) * kPortableCluster;
@@ -52,13 +58,19 @@ Status launch_decode_kernel(const DecodeLaunch& how, DecodeParams p, const Launc
   return launch_status();
 }
 
+template <class T, int kDim, int kTiles, int kDepth>
+Status launch_decode_shape(const DecodeLaunch& how, const DecodeParams& p, const Launch& launch) {
+  return how.cluster > 0 ? launch_decode_kernel<T, kDim, kTiles, kDepth, true>(how, p, launch)
+                         : launch_decode_kernel<T, kDim, kTiles, kDepth, false>(how, p, launch);
+}
+
 template <class T> Status launch_decode(const DecodeLaunch& how, const DecodeParams& p, const Launch& launch) {
-  using Kernel = Status (*)(const DecodeLaunch&, DecodeParams, const Launch&);
+  using Kernel = Status (*)(const DecodeLaunch&, const DecodeParams&, const Launch&);
   // Teams of several warps compute two groups of tokens at a time, where registers allow it.
   static constexpr Kernel kKernels[][3] = {
-      {launch_decode_kernel<T, 64, 1, 1>, launch_decode_kernel<T, 64, 2, 1>, launch_decode_kernel<T, 64, 2, 2>},
-      {launch_decode_kernel<T, 128, 1, 1>, launch_decode_kernel<T, 128, 2, 1>, launch_decode_kernel<T, 128, 2, 2>},
-      {launch_decode_kernel<T, 256, 1, 1>, launch_decode_kernel<T, 256, 2, 1>, launch_decode_kernel<T, 256, 2, 1>}};
+      {launch_decode_shape<T, 64, 1, 1>, launch_decode_shape<T, 64, 2, 1>, launch_decode_shape<T, 64, 2, 2>},
+      {launch_decode_shape<T, 128, 1, 1>, launch_decode_shape<T, 128, 2, 1>, launch_decode_shape<T, 128, 2, 2>},
+      {launch_decode_shape<T, 256, 1, 1>, launch_decode_shape<T, 256, 2, 1>, launch_decode_shape<T, 256, 2, 1>}};
   return kKernels[how.dim][min_of(how.shape, 2)](how, p, launch);
 }
 

@@ -29,27 +29,29 @@ template <int kDim, int kTiles> inline constexpr bool kQueryInRegisters = kTiles
 template <int kDim, int kTiles> struct DecodeShared {
   static constexpr int kWarpRows = 8 * kTiles;
 
-  int query, ranges, segments, found, end;  // the rings come first: (teams, stages) tiles
+  int query, ranges, segments, found, end;  // the rings come first, (teams, stages) tiles; ReceivedParts are behind it
 
   FLASHQ_HD DecodeShared(int warps, int stages) {
-    query = warps * stages * 2 * KeyStream<kDim>::kGroupBytes;                              // (warps, rows, kDim)
+    query = warps * stages * 2 * KeyStream<kDim, false>::kGroupBytes;                       // (warps, rows, kDim)
     ranges = query + (kQueryInRegisters<kDim, kTiles> ? 0 : warps * kWarpRows * kDim * 2);  // (warps, rows)
     segments = ranges + warps * kWarpRows * int{sizeof(TileRange)};                         // (warps)
     found = segments + warps * int{sizeof(WarpSegments)};                                   // (warps, stages) words
-    end = found + warps * stages * 4;
+    end = (found + warps * stages * 4 + 15) / 16 * 16;
   }
 };
 
-// T: Float16 or Bfloat16. kTiles: 8-row tiles of a warp. kDepth: 16-token groups that are computed at a time.
-template <class T, int kDim, int kTiles, int kDepth> __global__ void __launch_bounds__(kMaxDecodeThreads, 1)
-    decode_kernel(const __grid_constant__ DecodeParams p) {
+// T: Float16 or Bfloat16. kTiles: 8-row tiles of a warp. kDepth: 16-token groups that are computed at a time. kCluster:
+// clusters compute an item each (p.cluster_ctas). That code is short, because much of it has to come from the L2.
+template <class T, int kDim, int kTiles, int kDepth, bool kCluster>
+__global__ void __launch_bounds__(kMaxDecodeThreads, 1) decode_kernel(const __grid_constant__ DecodeParams p) {
   using Shared = DecodeShared<kDim, kTiles>;
-  using Stream = KeyStream<kDim>;
+  using Stream = KeyStream<kDim, kCluster>;
   constexpr int kSteps = kDim / 16, kWarpRows = Shared::kWarpRows;
   constexpr int kSums = 4 / (kTiles * kDepth);  // of a score: four chains of products keep the tensor cores busy
   constexpr uint32_t kAllThere = kDepth == 2 ? ~0u : 0xffff;
   extern __shared__ __align__(1024) unsigned char shared[];
   ptx::allow_dependents();
+  ptx::wait_for_primary();
 
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int warps = static_cast<int>(blockDim.x) / 32, team_warps = p.team_warps;
@@ -71,17 +73,20 @@ template <class T, int kDim, int kTiles, int kDepth> __global__ void __launch_bo
   const Segment& segment = mine.segment;
   const ItemRows& item = mine.item;
   const auto cta = static_cast<int>(blockIdx.x);
-  const int cluster_ctas = p.cluster_ctas, cluster = cta >> p.cluster_shift;
+  const int cluster_ctas = kCluster ? p.cluster_ctas : 0, cluster = cta >> p.cluster_shift;
   const int rank = cta - cluster * cluster_ctas;
   // Neighbouring shares lie on different multiprocessors: a few of them do not crowd on one.
-  const int worker = cluster_ctas > 0 ? team * cluster_ctas + rank : team * static_cast<int>(gridDim.x) + cta;
+  const int worker = kCluster ? team * cluster_ctas + rank : team * static_cast<int>(gridDim.x) + cta;
+  if constexpr (kCluster) {
+    if (threadIdx.x == 0) reinterpret_cast<ptx::Inbox*>(shared + at.end)->open();
+    ptx::greet_cluster();
+  }
   {
-    const Segment first = cluster_ctas > 0
-                              ? share_item(p, cluster, worker, cluster_ctas * teams)
-                              : plan_worker(p.call, p.split, worker, [&](int batch, int token, bool padding) {
-                                  write_blind_token(p.call, batch, token, padding);
-                                });
-    if (!first.given() && cluster_ctas == 0) return;
+    const Segment first = kCluster ? share_item(p, cluster, worker, cluster_ctas * teams)
+                                   : plan_worker(p.call, p.split, worker, [&](int batch, int token, bool padding) {
+                                       write_blind_token(p.call, batch, token, padding);
+                                     });
+    if (!first.given() && !kCluster) return;
     const ItemRows rows(p.call, p.split, first);
     if (lane == 0) {
       mine.segment = mine.loaded = first;
@@ -265,7 +270,7 @@ template <class T, int kDim, int kTiles, int kDepth> __global__ void __launch_bo
 
     rows.complete_sums();
     rows.template copy_lone_values<T>(p, segment, item, row_warp * kWarpRows);
-    if (cluster_ctas > 0) {
+    if constexpr (kCluster) {
       sync_team();  // its ring is free
       rows.park(
           p, item, row_warp * kWarpRows, [&](int row) { return parked.row(team, row); },
@@ -282,9 +287,11 @@ template <class T, int kDim, int kTiles, int kDepth> __global__ void __launch_bo
     }
     publish(mine.segment, next_segment(p.call, p.split, segment));
   }
-  if (cluster_ctas == 0) return;
-  const int shares = min_of(segment.sequence.units, cluster_ctas * teams);  // of which every cluster_ctas-th is here
-  merge_cluster<kDim>(p, segment, item, parked, (shares - rank + cluster_ctas - 1) >> p.cluster_shift, rank);
+  if constexpr (kCluster) {
+    const int shares = min_of(segment.sequence.units, cluster_ctas * teams);  // of which every cluster_ctas-th is here
+    merge_cluster<kDim>(p, segment, item, parked, shared + at.end,
+                        (shares - rank + cluster_ctas - 1) >> p.cluster_shift, rank);
+  }
 }
 
 }  // namespace flashq::cuda

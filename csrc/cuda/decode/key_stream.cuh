@@ -18,7 +18,8 @@ template <class X> __device__ __forceinline__ void publish(X& to, const X& x) {
   __syncwarp();
 }
 
-template <int kDim> class KeyStream {
+// kOneSegment: there is none behind the first.
+template <int kDim, bool kOneSegment> class KeyStream {
  public:
   static constexpr int kRowBytes = kDim * 2;
   static constexpr int kGroupBytes = kGroup * kRowBytes;  // of K or of V, for each warp of a team
@@ -37,6 +38,8 @@ template <int kDim> class KeyStream {
       if (!entered_) {
         entered_ = true;
         enter(p, item_);
+      } else if constexpr (kOneSegment) {
+        given_ = false;
       } else {
         publish(segment_, next_segment(p.call, p.split, segment_));
         given_ = segment_.given();

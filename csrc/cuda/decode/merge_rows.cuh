@@ -22,20 +22,21 @@ __device__ __forceinline__ void finish_part(const AttentionParams& p, const Spli
                 item.kv_head * group + item.first_row + row - query * group, d, part.state, part.o);
 }
 
-// The parts of `lanes` neighbouring lanes (a power of two), merged; every lane gets the result.
-__device__ __forceinline__ RowPart merge_lanes(const RowPart& part, int lanes) {
-  float top = part.state.max;
-#pragma unroll 1
-  for (int step = 1; step < lanes; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-  const float weight = merge_weight(part.state, top);
-  const bool none = part.state.empty();
-  float x[5] = {part.state.sum, part.o.x, part.o.y, part.o.z, part.o.w};
+// `count` parts merged, in their order: state_of(k) and values_of(k) are those of part k.
+template <class StateOf, class ValuesOf>
+__device__ __forceinline__ RowPart merge_parts(int count, StateOf state_of, ValuesOf values_of) {
+  float top = -kInf;
+#pragma unroll 4
+  for (int k = 0; k < count; ++k) top = fmaxf(top, state_of(k).max);
+  float x[5] = {-0.f, -0.f, -0.f, -0.f, -0.f};  // a sum with +0 would lose the sign of a lone -0
+#pragma unroll 4
+  for (int k = 0; k < count; ++k) {
+    const SoftmaxState<Binary> state = state_of(k);
+    const float4 o = values_of(k);
+    const float part[5] = {state.sum, o.x, o.y, o.z, o.w}, weight = merge_weight(state, top);
 #pragma unroll
-  for (float& value : x) value = none ? -0.f : value * weight;  // a sum with +0 would lose the sign of a lone -0
-#pragma unroll 1
-  for (int step = 1; step < lanes; step *= 2)
-#pragma unroll
-    for (float& value : x) value += __shfl_xor_sync(~0u, value, step);
+    for (int i = 0; i < 5; ++i) x[i] += state.empty() ? -0.f : part[i] * weight;
+  }
   return {{top, x[0]}, {x[1], x[2], x[3], x[4]}};
 }
 
