@@ -142,15 +142,15 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-b, a), dim=-1) * sin
 
 
-def _prepare_rope_append(tokens: int, q_heads: int, kv_heads: int, head_dim: int, exact: bool) -> GpuSetup:
-    """One token of each of `tokens` sequences; with page offsets and an exact pool, or with neither."""
+def _prepare_rope_append(tokens: int, q_heads: int, kv_heads: int, head_dim: int, step: bool, exact: bool) -> GpuSetup:
+    """`tokens` tokens, in a step of as many sequences; with page offsets and an exact pool, or with neither."""
     row_bytes = 2 * head_dim
     written = q_heads * row_bytes + 2 * kv_heads * _plane_bytes(head_dim)
     if exact:
         written += 3 * kv_heads * row_bytes  # the pool is written, an offset read
     work = tokens * ((q_heads + 2.0 * kv_heads) * row_bytes + written + 4 * head_dim + 16 + 8 * exact)
     footprint = max(work, 1e6)  # thousands of sets of one token would take longer to make than to measure
-    slots = _slots(input_sets(footprint), tokens, step=True)
+    slots = _slots(input_sets(footprint), tokens, step)
     pages = -(-slots.numel() // PAGE_SIZE)
     blocks = head_dim // tbq4.block_width(head_dim)
     planes = []
@@ -161,9 +161,8 @@ def _prepare_rope_append(tokens: int, q_heads: int, kv_heads: int, head_dim: int
     if exact:
         offsets = random_normal(pages, kv_heads, head_dim, dtype=FP16, seed=2)
         pool = [torch.zeros(pages, PAGE_SIZE, kv_heads, head_dim, device="cuda", dtype=BF16) for _ in "kv"]
-    angle = torch.arange(8192, device="cuda")[:, None] * 1e4 ** (
-        -torch.arange(head_dim // 2, device="cuda") * 2 / head_dim
-    )
+    frequency = 1e4 ** -torch.arange(0, 1, 2 / head_dim, device="cuda")
+    angle = torch.arange(8192, device="cuda")[:, None] * frequency
     cos, sin = angle.cos(), angle.sin()
 
     def contenders(index: int) -> dict[str, Call]:
@@ -171,7 +170,7 @@ def _prepare_rope_append(tokens: int, q_heads: int, kv_heads: int, head_dim: int
             random_normal(tokens, heads, head_dim, dtype=BF16, seed=3 * index + part)
             for part, heads in enumerate((q_heads, kv_heads, kv_heads))
         )
-        positions, ops = torch.randint(8192, (tokens,), device="cuda"), torch.ops.flashq
+        positions, ops = torch.randperm(8192, device="cuda")[:tokens], torch.ops.flashq
         own = (*pool, slots[index]) if exact else ()
         full = [torch.cat((x, x), dim=-1)[positions, None].to(BF16) for x in (cos, sin)]  # once for all layers
 
@@ -194,13 +193,20 @@ def _prepare_rope_append(tokens: int, q_heads: int, kv_heads: int, head_dim: int
     return GpuSetup(contenders, work, footprint, "copy")
 
 
-def rope_append_cases() -> Iterator[Case[GpuSetup]]:
-    """Decode steps."""
-    for tokens, q_heads, kv_heads, head_dim in ((1, 32, 8, 128), (64, 32, 8, 128), (1, 24, 4, 256)):
+def rope_append_cases(quick: bool) -> Iterator[Case[GpuSetup]]:
+    """Decode steps, and a prompt."""
+    prompt = 256 if quick else 8192
+    for tokens, q_heads, kv_heads, head_dim in (
+        (1, 32, 8, 128),
+        (64, 32, 8, 128),
+        (1, 24, 4, 256),
+        (prompt, 32, 8, 128),
+    ):
         for exact in (False, True):
-            sequences = "1 sequence" if tokens == 1 else f"{tokens} sequences"
-            name = f"tbq4_rope_append_ bf16 {sequences} 1 token heads {q_heads}/{kv_heads} D{head_dim}"
-            prepare = partial(_prepare_rope_append, tokens, q_heads, kv_heads, head_dim, exact)
+            step = tokens != prompt
+            new = f"{tokens} sequences 1 token" if step else f"{tokens} tokens"
+            name = f"tbq4_rope_append_ bf16 {new} heads {q_heads}/{kv_heads} D{head_dim}"
+            prepare = partial(_prepare_rope_append, tokens, q_heads, kv_heads, head_dim, step, exact)
             yield Case("append", name + exact * " offsets exact pool", "GB/s", prepare)
 
 
@@ -284,7 +290,7 @@ def cases(quick: bool = False) -> list[Case[GpuSetup]]:
         *overhead_cases(),
         *codec_cases(quick),
         *append_cases(quick),
-        *rope_append_cases(),
+        *rope_append_cases(quick),
         *page_offset_cases(quick),
         *merge_cases(quick),
     ]

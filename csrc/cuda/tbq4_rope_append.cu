@@ -3,7 +3,8 @@
 //
 // Made for few tokens: what it takes is a launch and the way from a position to its angles to a key's codes. Lanes load
 // the elements that theirs turn with themselves, with nothing in front of that, and a block of threads has keys, values
-// or queries only, so that queries do not wait for the codec.
+// or queries only, so that queries do not wait for the codec. Of many tokens, lanes turn several heads by angles that
+// they load once.
 #include <cuda_runtime_api.h>
 
 #include "core/rope.h"
@@ -17,13 +18,15 @@
 namespace flashq::cuda {
 namespace {
 
+constexpr int64_t kMostHeads = 8;  // of queries, that a lane turns
+
 enum Kind : int { kKeys, kValues, kQueries };
 
 // Rows of q, k or v, cut into blocks of the codec.
 struct Source {
   const void* from;
   int64_t token_stride, head_stride;
-  WideDivisor token_blocks;  // heads * row_blocks
+  WideDivisor token_blocks;  // heads * row_blocks; of queries, instead of heads, how many times some
   int64_t blocks;
 };
 
@@ -47,8 +50,8 @@ Slots make_slots(const IndexView& view, int64_t num_pages, int64_t page_size) {
 struct RopeAppendParams {
   Source sources[3];          // by Kind
   int64_t kv_groups, groups;  // a group: what a block of threads takes at a time, of one kind
-  int64_t kv_heads;
-  int row_blocks;
+  int64_t kv_heads, q_heads;
+  int row_blocks, query_heads;  // blocks of a row; heads of queries that a lane turns
   uint8_t* codes[2];
   uint16_t* norms[2];
   const uint16_t* k_offsets;
@@ -70,17 +73,19 @@ template <class T, int kCount, bool kVector> class Turn {
   __device__ __forceinline__ Turn(const RotaryTables& rotary, int column)
       : rotary_(rotary), column_(column), pairs_(static_cast<int>(rotary.pairs)) {}
 
-  // The values that x, of this row, turns with.
-  __device__ __forceinline__ void load_others(const Storage* row, const float (&x)[kCount]) {
+  // A lane's values of a row, and those that they turn with.
+  struct Values { float own[kCount] = {}, others[kCount] = {}; };
+  __device__ __forceinline__ void load_row(const Storage* row, Values& x) const {
+    load_values<T, kVector>(row + column_, x.own);
     if (rotary_.interleaved) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) others_[i] = x[i ^ 1];
+      for (int i = 0; i < kCount; ++i) x.others[i] = x.own[i ^ 1];
     } else if constexpr (kVector) {
-      if (turns(0)) load_values<T, true>(row + (is_second(0) ? column_ - pairs_ : column_ + pairs_), others_);
+      if (turns(0)) load_values<T, true>(row + (is_second(0) ? column_ - pairs_ : column_ + pairs_), x.others);
     } else {
 #pragma unroll
       for (int i = 0; i < kCount; ++i)
-        if (turns(i)) others_[i] = T::load(row[column_ + i + (is_second(i) ? -pairs_ : pairs_)]);
+        if (turns(i)) x.others[i] = T::load(row[column_ + i + (is_second(i) ? -pairs_ : pairs_)]);
     }
   }
 
@@ -93,12 +98,12 @@ template <class T, int kCount, bool kVector> class Turn {
     load_table(rotary_.sin, position * rotary_.sin_stride, sin_);
   }
 
-  __device__ __forceinline__ void apply(float (&x)[kCount]) const {
+  __device__ __forceinline__ void apply(Values& x) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const float turned = is_second(i) ? rope::second_of(others_[i], x[i], cos_[i], sin_[i])
-                                        : rope::first_of(x[i], others_[i], cos_[i], sin_[i]);
-      if (turns(i)) x[i] = T::load(T::store(turned));  // as if another op had stored it
+      const float turned = is_second(i) ? rope::second_of(x.others[i], x.own[i], cos_[i], sin_[i])
+                                        : rope::first_of(x.own[i], x.others[i], cos_[i], sin_[i]);
+      if (turns(i)) x.own[i] = T::load(T::store(turned));  // as if another op had stored it
     }
   }
 
@@ -136,7 +141,7 @@ template <class T, int kCount, bool kVector> class Turn {
 
   const RotaryTables& rotary_;
   int column_, pairs_;
-  float others_[kCount] = {}, cos_[kCount], sin_[kCount];
+  float cos_[kCount], sin_[kCount];
 };
 
 template <class T, bool kVector, int kCount>
@@ -149,62 +154,111 @@ __device__ __forceinline__ void store_row(const float (&x)[kCount], typename T::
   }
 }
 
+// Where a lane works.
+struct Place {
+  int64_t token, head;
+  int part, column;  // block of the row, first of the lane's values there
+};
+template <class Lanes, int kWidth>
+__device__ __forceinline__ Place lane_place(const RopeAppendParams& p, const Source& source, int64_t block, int lane) {
+  const Quotient at = source.token_blocks.divide(block);
+  const int part = p.row_blocks == 1 ? 0 : static_cast<int>(at.remainder & 1);
+  return {at.quotient, p.row_blocks == 1 ? at.remainder : at.remainder >> 1, part,
+          part * kWidth + lane * Lanes::kValues};
+}
+template <class T> __device__ __forceinline__ const typename T::Storage* row_of(const Source& source, int64_t token,
+                                                                                int64_t head) {
+  return static_cast<const typename T::Storage*>(source.from) + token * source.token_stride + head * source.head_stride;
+}
+
+// The next head is on its way while one turns.
+template <class T, int kWidth, bool kVector>
+__device__ __forceinline__ void turn_queries(const RopeAppendParams& p, int64_t block, int lane) {
+  using Lanes = BlockLanes<kWidth>;
+  using Rotation = Turn<T, Lanes::kValues, kVector>;
+  const Source& source = p.sources[kQueries];
+  if (block >= source.blocks) return;
+  const Place at = lane_place<Lanes, kWidth>(p, source, block, lane);
+  const int64_t head = at.head * p.query_heads;
+  const int count = static_cast<int>(min_of<int64_t>(p.query_heads, p.q_heads - head));
+  const int64_t position = p.positions(at.token);
+  const auto* row = row_of<T>(source, at.token, head);
+  const int64_t head_dim = int64_t{p.row_blocks} * kWidth;
+  auto* to = static_cast<typename T::Storage*>(p.q_out) + (at.token * p.q_heads + head) * head_dim + at.column;
+  Rotation rotation(p.rotary, at.column);
+  typename Rotation::Values x, next;
+  rotation.load_row(row, x);
+  if (count > 1) rotation.load_row(row += source.head_stride, next);
+  rotation.load_angles(position);
+#pragma unroll 1
+  for (int i = 0; i < count; ++i, to += head_dim) {
+    rotation.apply(x);
+    store_values<T>(x.own, to);
+    x = next;
+    if (i + 2 < count) rotation.load_row(row += source.head_stride, next);
+  }
+}
+
+template <class T, int kWidth, bool kVector>
+__device__ __forceinline__ void append_block(const RopeAppendParams& p, int kind, int64_t block,
+                                             const BlockLanes<kWidth>& lanes) {
+  using Lanes = BlockLanes<kWidth>;
+  using Storage = typename T::Storage;
+  using Rotation = Turn<T, Lanes::kValues, kVector>;
+  const Source& source = p.sources[kind];
+  typename Rotation::Values x;
+  int64_t target = -1;
+  if (block < source.blocks) {
+    const Place at = lane_place<Lanes, kWidth>(p, source, block, lanes.lane());
+    const auto* row = row_of<T>(source, at.token, at.head);
+    // Loads in the order of what waits for them, across the branches: the compiler keeps it.
+    const int64_t position = kind == kKeys ? p.positions(at.token) : 0;
+    const int64_t slot = p.slots.view(at.token);
+    const int64_t exact_slot = p.exact_slots.view.given() ? p.exact_slots.view(at.token) : -1;
+    Rotation rotation(p.rotary, at.column);
+    if (kind == kKeys) {
+      rotation.load_row(row, x);
+      rotation.load_angles(position);
+    } else {
+      load_values<T, kVector>(row + at.column, x.own);
+    }
+    float offset[Lanes::kValues] = {};
+    if (const Quotient place = p.slots.place(slot); place.quotient >= 0) {
+      target = ((place.quotient * p.kv_heads + at.head) * p.slots.page_size.value() + place.remainder) * p.row_blocks +
+               at.part;
+      if (kind == kKeys && p.k_offsets)
+        load_values<Float16, kVector>(p.k_offsets + place.quotient * p.k_offsets_stride[0] +
+                                          at.head * p.k_offsets_stride[1] + at.column,
+                                      offset);
+    }
+    if (kind == kKeys) rotation.apply(x);
+    if (const Quotient place = p.exact_slots.place(exact_slot); place.quotient >= 0) {
+      const int64_t (&stride)[3] = p.exact_stride[kind];
+      store_row<T, kVector>(x.own, static_cast<Storage*>(p.exact[kind]) + place.quotient * stride[0] +
+                                       place.remainder * stride[1] + at.head * stride[2] + at.column);
+    }
+#pragma unroll
+    for (int i = 0; i < Lanes::kValues; ++i) x.own[i] = ieee::sub(x.own[i], offset[i]);  // x - 0 is x
+  }
+  const auto [codes, norm] = lanes.encode(x.own);
+  if (target < 0) return;
+  store_codes<kVector>(p.codes[kind] + target * (kWidth / 2) + lanes.lane() * (Lanes::kValues / 2), codes);
+  if (lanes.lane() == 0) p.norms[kind][target] = norm;
+}
+
 template <class T, int kWidth, bool kVector> __global__ void __launch_bounds__(BlockLanes<kWidth>::kThreads)
     rope_append_kernel(const __grid_constant__ RopeAppendParams p) {
   using Lanes = BlockLanes<kWidth>;
-  using Storage = typename T::Storage;
-  constexpr int kCount = Lanes::kValues;
   const Lanes lanes;
   ptx::allow_dependents();
   ptx::wait_for_primary();
   for (int64_t group = blockIdx.x; group < p.groups; group += gridDim.x) {
     const int kind = group < p.kv_groups ? kKeys : group < 2 * p.kv_groups ? kValues : kQueries;
-    const Source& source = p.sources[kind];
     const int64_t block = (group - kind * p.kv_groups) * Lanes::kBlocks + static_cast<int>(threadIdx.x) / Lanes::kLanes;
-    float x[kCount] = {};
-    int64_t target = -1;
-    if (block < source.blocks) {
-      const Quotient at = source.token_blocks.divide(block);
-      const int64_t token = at.quotient, head = p.row_blocks == 1 ? at.remainder : at.remainder >> 1;
-      const int part = p.row_blocks == 1 ? 0 : static_cast<int>(at.remainder & 1);
-      const int column = part * kWidth + lanes.lane() * kCount;
-      const auto* row =
-          static_cast<const Storage*>(source.from) + token * source.token_stride + head * source.head_stride;
-      // Loads in the order of what waits for them, across the branches: the compiler keeps it.
-      const int64_t position = kind == kValues ? 0 : p.positions(token);
-      const int64_t slot = kind == kQueries ? -1 : p.slots.view(token);
-      const int64_t exact_slot = kind == kQueries || !p.exact_slots.view.given() ? -1 : p.exact_slots.view(token);
-      load_values<T, kVector>(row + column, x);
-      Turn<T, kCount, kVector> turn(p.rotary, column);
-      if (kind != kValues) {
-        turn.load_others(row, x);
-        turn.load_angles(position);
-      }
-      float offset[kCount] = {};
-      if (const Quotient place = p.slots.place(slot); place.quotient >= 0) {
-        target =
-            ((place.quotient * p.kv_heads + head) * p.slots.page_size.value() + place.remainder) * p.row_blocks + part;
-        if (kind == kKeys && p.k_offsets)
-          load_values<Float16, kVector>(p.k_offsets + place.quotient * p.k_offsets_stride[0] +
-                                            head * p.k_offsets_stride[1] + column,
-                                        offset);
-      }
-      if (kind != kValues) turn.apply(x);
-      if (kind == kQueries) store_values<T>(x, static_cast<Storage*>(p.q_out) + block * kWidth + lanes.lane() * kCount);
-      if (const Quotient place = p.exact_slots.place(exact_slot); place.quotient >= 0) {
-        const int64_t (&stride)[3] = p.exact_stride[kind];
-        store_row<T, kVector>(x, static_cast<Storage*>(p.exact[kind]) + place.quotient * stride[0] +
-                                     place.remainder * stride[1] + head * stride[2] + column);
-      }
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) x[i] = ieee::sub(x[i], offset[i]);  // x - 0 is x
-    }
-    if (kind == kQueries) continue;
-    const auto [codes, norm] = lanes.encode(x);
-    if (target >= 0) {
-      store_codes<kVector>(p.codes[kind] + target * (kWidth / 2) + lanes.lane() * (kCount / 2), codes);
-      if (lanes.lane() == 0) p.norms[kind][target] = norm;
-    }
+    if (kind == kQueries)
+      turn_queries<T, kWidth, kVector>(p, block, lanes.lane());
+    else
+      append_block<T, kWidth, kVector>(p, kind, block, lanes);
   }
 }
 
@@ -231,6 +285,7 @@ Status tbq4_rope_append(const Tbq4RopeAppendParams& p, const Launch& launch) {
   if (s.tokens == 0 || s.kv_heads + p.q_heads == 0) return {};
   RopeAppendParams params{};
   params.kv_heads = s.kv_heads;
+  params.q_heads = p.q_heads;
   params.codes[kKeys] = p.k_codes;
   params.codes[kValues] = p.v_codes;
   params.norms[kKeys] = p.k_norms;
@@ -259,8 +314,12 @@ Status tbq4_rope_append(const Tbq4RopeAppendParams& p, const Launch& launch) {
       };
       params.sources[kKeys] = source(s.k, s.k_stride, s.kv_heads);
       params.sources[kValues] = source(s.v, s.v_stride, s.kv_heads);
-      params.sources[kQueries] = source(p.q, p.q_stride, p.q_heads);
       params.kv_groups = ceil_div(params.sources[kKeys].blocks, Lanes::kBlocks);
+      // As many heads a lane as leave a block of threads to every multiprocessor.
+      const int64_t query_groups = ceil_div(s.tokens * p.q_heads * params.row_blocks, Lanes::kBlocks);
+      params.query_heads =
+          static_cast<int>(min_of(max_of<int64_t>(ceil_div(query_groups, device.sm_count), 1), kMostHeads));
+      params.sources[kQueries] = source(p.q, p.q_stride, ceil_div(p.q_heads, params.query_heads));
       params.groups = 2 * params.kv_groups + ceil_div(params.sources[kQueries].blocks, Lanes::kBlocks);
       const dim3 grid(static_cast<unsigned>(min_of<int64_t>(params.groups, INT32_MAX)));
       launch_overlapping(rope_append_kernel<T, width.value, aligned.value != 0>, grid, Lanes::kThreads, 0, device,
