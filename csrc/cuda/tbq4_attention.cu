@@ -1,19 +1,27 @@
 // tbq4_attention on CUDA: which kernel runs a call, how its work is cut, and how much shared memory it takes.
+#include <bit>
 #include <cstdio>
 
 #include "cuda/decode/merge_partials.h"
-#include "cuda/decode/partials_layout.h"
 #include "cuda/kernels.h"
 #include "cuda/tbq4_attention/launch.h"
+#include "cuda/tbq4_attention/merge.h"
 #include "cuda/tbq4_attention/shared.cuh"
+#include "cuda/tbq4_attention/slots.cuh"
 
 namespace flashq::cuda {
 namespace {
 
-constexpr int kMaxStages = 4;
-constexpr int64_t kWholeItem = 512;      // tokens: up to here no item is split, so that one launch does it all
-constexpr int64_t kWholeUnit = 1 << 30;  // tokens of a unit that nothing exceeds
+constexpr int64_t kMaxCtas = 192;         // one for each multiprocessor: GPUs have at most so many
+constexpr int kLeastUnits = 2;            // of a warp: fewer would cost the merge more than they save
+constexpr int kItemUnits = 1;             // the start of an item takes about as long as a tile
+constexpr int64_t kWholeItem = 512;       // tokens: up to here no item is split
+constexpr int kShortWarps = 8;            // where a cluster computes an item: more warps cost more than they save
+constexpr double kMostRows = 0x1p32 - 1;  // of a plane, where rows are counted in 32 bits
+constexpr int64_t kWholeUnit = 1 << 30;   // tokens of a unit that nothing exceeds
 constexpr int64_t kMostTokens = INT32_MAX - 4095;  // of a sequence: the plan counts in 32 bits
+
+template <int D, int kTiles> struct CodeShape {};
 
 // 8-row tiles of an item. With kv_chunk packed queries always get the most, because a row's bits must not depend on its
 // batch mates.
@@ -32,10 +40,24 @@ int most_rows(const AttentionTbq4Params& p) {
   return static_cast<int>(min_of<int64_t>(tokens * (q.q_heads / q.kv_heads), row_tiles(p) * 8));
 }
 
-SplitConfig split_config(const AttentionTbq4Params& p, int64_t ctas, int warps) {
+// CTAs of a cluster that computes an item and merges its partial results, so that one launch does it all; 0 where that
+// would leave multiprocessors idle for too long, and where the plan has to be searched for items.
+int choose_cluster(const AttentionTbq4Params& p, int most, int64_t ctas, bool exact) {
+  constexpr int64_t kShort = 512;  // tokens of a CTA
+  if (p.query.cu_seqlens_q.given() || p.kv_chunk > 0 || exact) return 0;
+  const int64_t items = most_items(p.query, row_tiles(p) * 8), window = p.score.window_left;
+  if (items > ctas) return 0;
+  int64_t keys = kv_capacity(p.kv);  // that an item sees at most
+  if (window != kUnlimited && window < keys - p.query.q_len) keys = window + p.query.q_len;
+  int cluster = 1;
+  while (cluster * 2 <= most && items * cluster * 2 <= ctas) cluster *= 2;
+  return keys <= kShort * cluster ? cluster : 0;
+}
+
+SplitConfig split_config(const AttentionTbq4Params& p, int64_t workers, bool cluster) {
   const int64_t capacity = min_of(kv_capacity(p.kv), kMostTokens), rows = row_tiles(p) * 8;
   int64_t unit = 4096 / p.query.head_dim;  // a warp's tile
-  const bool whole = p.kv_chunk > 0 || capacity <= kWholeItem;
+  const bool whole = !cluster && (p.kv_chunk > 0 || capacity <= kWholeItem);
   if (whole)
     unit = p.kv_chunk > 0 ? min_of<int64_t>(p.kv_chunk, kWholeUnit) : kWholeUnit;
   else
@@ -44,30 +66,50 @@ SplitConfig split_config(const AttentionTbq4Params& p, int64_t ctas, int warps) 
           .unit = Divisor(unit),
           .group = Divisor(p.query.q_heads / p.query.kv_heads),
           .block_rows = Divisor(rows),
-          .workers = static_cast<int32_t>(ctas),
-          .least_units = whole ? 1 : warps,
-          .item_units = 0,
+          .workers = static_cast<int32_t>(workers),
+          .least_units = whole ? 1 : kLeastUnits,
+          .item_units = whole ? 0 : kItemUnits,
           .unit_is_split = whole};
 }
 
-SharedPlan plan_shared(int64_t head_dim, const CodeLaunch& how, int stages, int rows, bool offsets) {
-  const auto plan = [&]<int D>() {
-    return how.tiles == 1 ? lay_out_shared<D, 1>(how.warps, stages, rows, offsets)
-                          : lay_out_shared<D, 2>(how.warps, stages, rows, offsets);
-  };
-  if (head_dim == 64) return plan.template operator()<64>();
-  return head_dim == 128 ? plan.template operator()<128>() : plan.template operator()<256>();
+// Slots (slots.cuh), their states before their values.
+struct CodePartials {
+  int64_t o, end;  // bytes from the scratch's start
+
+  CodePartials(const AttentionTbq4Params& p, const SplitConfig& c) {
+    constexpr double kMost = 0x1p50;  // no allocator has it, and the sums below do not overflow
+    const auto items = static_cast<double>(most_items(p.query, c.block_rows.value));
+    const double bound =
+        c.unit_is_split ? items * static_cast<double>(ceil_div(c.capacity, c.unit.value)) : 2.0 * c.workers + items;
+    const auto slots = static_cast<int64_t>(min_of(bound, kMost));
+    o = round_up(slots * c.block_rows.value * static_cast<int64_t>(sizeof(SoftmaxState<Binary>)), 64);
+    end = bound > kMost ? int64_t{1} << 60 : o + slots * c.block_rows.value * p.query.head_dim * 4;
+  }
+};
+
+template <class Function> auto with_shape(int64_t head_dim, int tiles, Function function) {
+  if (head_dim == 64) return tiles == 1 ? function(CodeShape<64, 1>{}) : function(CodeShape<64, 2>{});
+  if (head_dim == 128) return tiles == 1 ? function(CodeShape<128, 1>{}) : function(CodeShape<128, 2>{});
+  return function(CodeShape<256, 1>{});
+}
+int offset_bytes_of(int64_t head_dim, int tiles, bool whole_groups) {
+  return with_shape(head_dim, tiles,
+                    [&]<int D, int kTiles>(CodeShape<D, kTiles>) { return offset_bytes<D, kTiles>(whole_groups); });
+}
+SharedPlan plan_shared(int64_t head_dim, const CodeLaunch& how, int rows, int offset_bytes) {
+  return with_shape(head_dim, how.tiles, [&]<int D, int kTiles>(CodeShape<D, kTiles>) {
+    return lay_out_shared<D, kTiles>(how.warps, rows, offset_bytes);
+  });
 }
 
-// The most warps, then the most tiles in flight, that fit shared memory.
-bool choose_warps(int64_t head_dim, int rows, bool offsets, int64_t shared_bytes, CodeLaunch& how, int32_t& stages,
+// As many warps, up to `most`, as fit shared memory.
+bool choose_warps(int64_t head_dim, int most, int rows, int offset_bytes, int64_t shared_bytes, CodeLaunch& how,
                   SharedPlan& plan) {
-  for (how.warps = most_code_warps(head_dim, how.tiles); how.warps >= 2; how.warps -= how.warps > 4 ? 2 : 1)
-    for (stages = kMaxStages; stages >= 2; --stages) {
-      plan = plan_shared(head_dim, how, stages, rows, offsets);
-      how.shared_bytes = plan.end;
-      if (how.shared_bytes <= shared_bytes) return true;
-    }
+  for (how.warps = most; how.warps > 0; how.warps -= how.warps > 4 ? 2 : 1) {
+    plan = plan_shared(head_dim, how, rows, offset_bytes);
+    how.shared_bytes = plan.end;
+    if (how.shared_bytes <= shared_bytes) return true;
+  }
   return false;
 }
 
@@ -82,8 +124,8 @@ Status refuse(const char* argument, const char* expected, int64_t got) {
 
 int64_t attention_tbq4_scratch_bytes(const AttentionTbq4Params& p, int32_t) {
   if (p.query.total_tokens == 0 || p.query.q_heads == 0) return 0;
-  const SplitConfig c = split_config(p, kMaxCtas, 8);
-  return splits(c) ? PartialsLayout(p, c).end : 0;
+  // The device is not known here: enough for the most multiprocessors and warps.
+  return CodePartials(p, split_config(p, kMaxCtas * most_code_warps(p.query.head_dim, row_tiles(p)), false)).end;
 }
 
 Status tbq4_attention(const AttentionTbq4Params& p, const Launch& launch) {
@@ -96,41 +138,59 @@ Status tbq4_attention(const AttentionTbq4Params& p, const Launch& launch) {
   CodeLaunch how{};
   how.tiles = row_tiles(p);
   how.ctas = static_cast<int>(min_of<int64_t>(device.sm_count, kMaxCtas));
-  int32_t stages = 0;
-  const bool offsets = kv.k_offsets != nullptr;
   const int rows = most_rows(p);
-  SharedPlan plan{};
-  if (!choose_warps(p.query.head_dim, rows, offsets, device.shared_bytes, how, stages, plan))
-    return refuse("device", "a GPU with 96 KiB of shared memory for a block", device.shared_bytes);
-  const SplitConfig split = split_config(p, how.ctas, how.warps);
-  if (!fits_plan(p, split.capacity, split.unit.value, split.block_rows.value))
-    return refuse("q", "fewer query tokens times keys", p.query.total_tokens);
-  const ScoreRule rule(p.score);
   const uintptr_t codes = address_bits(kv.k_codes) | address_bits(kv.v_codes);
   const uintptr_t norms = address_bits(kv.k_norms) | address_bits(kv.v_norms);
+  const double plane_rows =
+      static_cast<double>(kv.num_pages) * static_cast<double>(kv.page_size) * static_cast<double>(p.query.kv_heads);
+  const bool whole_groups =
+      kv.page_size % 16 == 0 && widest_vector(codes | norms) == kVectorBytes && plane_rows < kMostRows;
+  const int offset_bytes = kv.k_offsets ? offset_bytes_of(p.query.head_dim, how.tiles, whole_groups) : 0;
+  SharedPlan plan{};
+  const bool exact = kv.exact.k != nullptr && (kv.exact_first > 0 || kv.exact_last > 0);
+  const bool clusters = device.arch >= 90 && runs_code_of_90(launch.device);
+  const int cluster = choose_cluster(p, clusters ? kMostCodeCluster : 1, how.ctas, exact);
+  const int most_warps = cluster > 0 ? kShortWarps : most_code_warps(p.query.head_dim, how.tiles);
+  if (!choose_warps(p.query.head_dim, most_warps, rows, offset_bytes, device.shared_bytes, how, plan))
+    return refuse("device", "a GPU with 96 KiB of shared memory for a block", device.shared_bytes);
+  if (cluster > 0) how.ctas = static_cast<int>(most_items(p.query, how.tiles * 8)) * cluster;
+  const SplitConfig split = split_config(p, int64_t{how.ctas} * how.warps, cluster > 0);
+  if (!fits_plan(p, split.capacity, split.unit.value, split.block_rows.value))
+    return refuse("q", "fewer query tokens times keys", p.query.total_tokens);
+  const CodePartials layout(p, split);
+  auto* const scratch = static_cast<char*>(p.scratch);
+  const ScoreRule rule(p.score);
   const CodeParams params{.call = p,
                           .split = split,
                           .rule = rule,
-                          .partials = place_partials(p, split),
+                          .partials = {.states = reinterpret_cast<SoftmaxState<Binary>*>(scratch),
+                                       .o = reinterpret_cast<float*>(scratch + layout.o),
+                                       .block_rows = static_cast<int32_t>(split.block_rows.value),
+                                       .head_dim = static_cast<int32_t>(p.query.head_dim)},
                           .at = plan,
                           .page_size = Divisor(clamp(kv.page_size, 1, kWholeUnit)),
                           .exact_page_size = Divisor(clamp(kv.exact.page_size, 1, kWholeUnit)),
-                          .stages = stages,
+                          .row_blocks = Divisor(ceil_div(p.query.q_len * split.group.value, split.block_rows.value)),
+                          .cluster_ctas = cluster,
+                          .cluster_shift = std::countr_zero(static_cast<unsigned>(max_of(cluster, 1))),
+                          .v_norms_from_k =
+                              reinterpret_cast<intptr_t>(kv.v_norms) - reinterpret_cast<intptr_t>(kv.k_norms),
                           .rows = rows,
-                          .whole_groups = kv.page_size % 16 == 0 && widest_vector(codes | norms) == kVectorBytes,
+                          .offset_bytes = offset_bytes,
+                          .whole_groups = whole_groups,
                           .wide_codes = widest_vector(codes) == kVectorBytes,
                           .wide_offsets = rows_fit_vectors(kv.k_offsets, kv.k_offsets_stride),
                           .wide_q = rows_fit_vectors(p.query.q, p.query.q_stride),
                           .wide_exact = rows_fit_vectors(kv.exact.k, kv.exact.k_stride) &&
                                         rows_fit_vectors(kv.exact.v, kv.exact.v_stride),
-                          .exact = kv.exact.k != nullptr && (kv.exact_first > 0 || kv.exact_last > 0),
-                          .plain = !rule.capped && rule.last == 1};
+                          .exact = exact,
+                          .straight = !rule.capped && rule.last == 1 && !kv.k_offsets};
   const auto start = p.query.head_dim == 64    ? launch_code_attention<64>
                      : p.query.head_dim == 128 ? launch_code_attention<128>
                                                : launch_code_attention<256>;
   const Status status = start(how, params, launch);
-  if (!status.ok() || !params.partials.given()) return status;
-  launch_merge_partials(p, split, params.partials, launch);
+  if (!status.ok() || cluster > 0) return status;
+  launch_merge_codes(params, device, launch);
   return launch_status();
 }
 

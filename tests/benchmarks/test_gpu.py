@@ -221,7 +221,7 @@ def test_the_empty_op_has_the_schema_of_decode() -> None:
 
 @pytest.mark.cuda
 def test_quick_run_of_tbq4(tmp_path: Path) -> None:
-    only = "1024 D256 offsets|heads 9/3|ragged$"
+    only = "1024 D256 offsets|heads 9/3|D128 ragged$"
     assert main(["tbq4", "--quick", "--seconds", "0.01", "--only", only, "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("tbq4-*.json")
     rows = json.loads(path.read_text())["rows"]

@@ -3,6 +3,11 @@ rows beyond one item, pools and windows across the cuts."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from accuracy import check_tbq4
@@ -104,3 +109,15 @@ def test_values_out_of_range_read_as_no_tokens() -> None:
     seqlens = torch.tensor([900, 2**31 - 1], dtype=torch.int32)
     out, _ = call("tbq4_attention", *args[:5], seqlens, *args[6:], device="cuda", **options)
     assert torch.equal(out[0], call("tbq4_attention", *args, device="cuda", **options)[0][0])
+
+
+def test_smaller_gpus() -> None:
+    """The kernels of compute capability 8.0, with the shared memory of 8.6."""
+    env = os.environ | {"FLASHQ_CUDA_ARCH": "80", "FLASHQ_CUDA_SMEM": str(99 << 10)}
+    numerics = Path(__file__).with_name("test_tbq4_attention_numerics.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", str(numerics)]
+    done = subprocess.run(
+        command, cwd=numerics.parents[2], env=env, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "passed" in done.stdout

@@ -8,7 +8,8 @@
 namespace flashq::cuda {
 
 // The share that one of `shares` teams at most has of the item of a cluster; not given() if it has none.
-__device__ __forceinline__ Segment share_item(const DecodeParams& p, int cluster, int share, int shares) {
+template <class Params>
+__device__ __forceinline__ Segment share_item(const Params& p, int cluster, int share, int shares) {
   const QueryView& q = p.call.query;
   const auto row_blocks = static_cast<int>(p.row_blocks.value);
   const int items = row_blocks * static_cast<int>(q.kv_heads), batch = divide_down(cluster, items);

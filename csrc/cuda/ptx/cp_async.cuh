@@ -13,6 +13,15 @@ __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool 
                : "memory");
 }
 
+// The same, but where `wanted` is false nothing is written either.
+__device__ __forceinline__ void cp_async_16_if(bool wanted, uint32_t to, const void* from) {
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %2, 0;\n"
+      "@wanted cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n}" ::"r"(to),
+      "l"(__cvta_generic_to_global(from)), "r"(static_cast<int>(wanted))
+      : "memory");
+}
+
 // 8 or 4 bytes, both addresses aligned to as many.
 __device__ __forceinline__ void cp_async_8(void* to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),

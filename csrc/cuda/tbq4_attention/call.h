@@ -6,15 +6,12 @@
 
 namespace flashq::cuda {
 
-// Byte offsets in dynamic shared memory. The table of pairs (operands.cuh) comes first.
+// Byte offsets in dynamic shared memory. The table of pairs (operands.cuh) comes first, then the rings of codes.
 struct SharedPlan {
-  int32_t codes, norms, offsets;         // rings: (warps, stages)
-  int32_t query, rest_query, raw_query;  // in fragments (queries.cuh)
-  int32_t rest_table;
-  int32_t scales, offset_scales;  // (rows of an item) floats
-  int32_t states, ranges;         // (warps, rows), (rows)
-  int32_t segments, reach;        // (warps), a word
-  int32_t parked, end;            // results that do not fit the unused halves of the table's rows
+  int32_t norms, offsets;  // rings: (warps, stages)
+  int32_t next_offsets;    // (warps)
+  int32_t states;          // (warps, rows) and their totals, where results are parked
+  int32_t segments, end;   // (warps)
 };
 
 struct CodeParams {
@@ -24,15 +21,18 @@ struct CodeParams {
   Partials partials;
   SharedPlan at;
   Divisor page_size, exact_page_size;
-  int32_t stages;     // of each warp's ring
-  int32_t rows;       // that an item has at most
+  Divisor row_blocks;                   // items of a KV head of a sequence, where clusters compute them
+  int32_t cluster_ctas, cluster_shift;  // CTAs of a cluster, and their logarithm; 0: none
+  int64_t v_norms_from_k;               // bytes
+  int32_t rows;                         // that an item has at most
+  int32_t offset_bytes;                 // of a buffer
   bool whole_groups;  // 16 tokens from a multiple of 16 lie on one page, and all of it can be copied in 16-byte pieces
   bool wide_codes;    // so can the codes of a token,
   bool wide_offsets;  // an offset,
   bool wide_q;        // a query,
   bool wide_exact;    // and a key or value of the exact pool
   bool exact;         // some keys may be read from the exact pool
-  bool plain;         // a score is q.k times a factor
+  bool straight;      // a score is q.k times a factor
 };
 
 }  // namespace flashq::cuda

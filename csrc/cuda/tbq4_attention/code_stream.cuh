@@ -1,11 +1,10 @@
-// Codes, norms and page offsets on their way into shared memory: every warp has a ring of tiles and fills it ahead of
-// its arithmetic, across the ends of segments.
+// Codes and norms on their way into shared memory: every warp has a ring of tiles and fills it ahead of its arithmetic,
+// across the ends of segments.
 //
 // Tokens that no row of the item sees, and those on pages that do not exist, are not read; whatever lies in their place
 // is a code, which is finite, or a norm, which the arithmetic leaves out.
 #pragma once
-#include "cuda/tbq4_attention/shared.cuh"
-#include "cuda/tile_copy.cuh"
+#include "cuda/tbq4_attention/offsets.cuh"
 
 namespace flashq::cuda {
 
@@ -24,137 +23,139 @@ __device__ __forceinline__ PlaneRow plane_row(const CodeParams& p, int sequence,
   }
   return {page, (page * p.call.query.kv_heads + kv_head) * kv.page_size + slot};
 }
-__device__ __forceinline__ const uint16_t* offset_of_page(const CodeParams& p, int64_t page, int kv_head) {
-  return p.call.kv.k_offsets + page * p.call.kv.k_offsets_stride[0] + kv_head * p.call.kv.k_offsets_stride[1];
-}
 
-template <int D> class CodeStream {
+template <int D, int kTiles> class CodeStream {
   using Tile = CodeTile<D>;
   static constexpr int kLanes = 32 / Tile::kGroups;                // that copy the same 16 tokens
   static constexpr int kNormChunks = 16 * Tile::kBlocks * 2 / 16;  // of 16 tokens
+  static constexpr int kBatch = 32 / Tile::kGroups;                // tiles that are looked up at once
 
  public:
-  // state.segment is the first segment.
-  __device__ __forceinline__ CodeStream(const CodeParams& p, LoadedSegment& state, uint32_t shared, int ring)
-      : state_(state), shared_(shared), ring_(ring) {
+  // mine.loaded is the first segment.
+  __device__ __forceinline__ CodeStream(const CodeParams& p, CodeSegments& mine, unsigned char* memory)
+      : mine_(mine), memory_(memory) {
     const uint32_t lane = threadIdx.x % 32, group = lane / kLanes, chunk = lane % kLanes;
-    to_ = Tile::swizzle(group * (Tile::kBytes / Tile::kGroups) + chunk * 16);
+    const uint32_t shared = ptx::shared_address(memory), part = chunk % kNormChunks;
+    to_ = shared + kPairTableBytes + Tile::swizzle(group * (Tile::kBytes / Tile::kGroups) + chunk * 16);
+    norm_to_ = shared + p.at.norms + (chunk == part ? 0 : Tile::kNormBytes) + (group * kNormChunks + part) * 16;
   }
 
-  // Whether all tokens of the tile in buffer `stage` that some row sees are there.
-  __device__ __forceinline__ bool complete(int stage) const { return complete_ >> stage & 1; }
-
-  // Starts the copy of this warp's next tile to buffer `stage` of its ring. Past the last tile it only ends a group of
-  // copies.
-  __device__ __forceinline__ void load_next(const CodeParams& p, int stage) {
-#pragma unroll 1
-    while (tile_ >= tiles_ && given_) {
-      if (!first_) publish(state_.segment, next_segment(p.call, p.split, state_.segment));
-      first_ = false;
-      enter(p);
-    }
-    if (given_) {
-      bool all;
-      if (p.whole_groups) {
-        if (next_ == kBatch) look_up(p);
-        all = copy_groups(p, stage);
+  // Starts the copy of this warp's next tile to a buffer. Past the last tile it only ends a group of copies.
+  __device__ __forceinline__ void load_next(const CodeParams& p, int buffer) {
+    bool fresh = left_ % kBatch == 0;
+    if (left_ == 0) [[unlikely]]
+      advance(p);
+    if (left_ > 0) [[likely]] {
+      if (p.whole_groups) [[likely]] {
+        if (fresh) [[unlikely]]
+          look_up(p);
+        copy_groups(p, buffer, fresh);
       } else {
-        all = copy_scattered(p, state_, tile_, shared_ + p.at.codes + (ring_ + stage) * 2 * Tile::kBytes,
-                             shared_ + p.at.norms + (ring_ + stage) * 2 * Tile::kNormBytes);
+        copy_scattered(p, mine_, memory_, next_token(left_), buffer);
       }
-      complete_ = all ? complete_ | 1u << stage : complete_ & ~(1u << stage);
-      tile_ += static_cast<int>(blockDim.x) / 32;
+      --left_;
     }
     ptx::cp_async_commit();
   }
 
  private:
-  static constexpr int kBatch = 32 / Tile::kGroups;  // tiles that are looked up at once
-
-  __device__ __forceinline__ void enter(const CodeParams& p) {
-    given_ = state_.segment.given();
-    tile_ = static_cast<int>(threadIdx.x) / 32;
-    tiles_ = 0;
-    next_ = kBatch;
-    if (!given_) return;
-    const ItemRows rows(p.call, p.split, state_.segment);
-    const int origin = rows.begin & -Tile::kTokens;
-    if (threadIdx.x % 32 == 0) {
-      state_.kv_head = rows.kv_head;
-      state_.begin = rows.begin;
-      state_.end = rows.end;
-      state_.origin = origin;
+  // To the next segment with tokens.
+  __device__ __forceinline__ void advance(const CodeParams& p) {
+#pragma unroll 1
+    while (left_ == 0 && mine_.more) {
+      if (started_) publish(mine_.loaded, next_segment(p.call, p.split, mine_.loaded));
+      started_ = true;
+      publish(mine_.more, mine_.loaded.given());
+      if (!mine_.more) return;
+      publish(mine_.loaded_item, ItemRows(p.call, p.split, mine_.loaded));
+      const ItemRows& item = mine_.loaded_item;
+      left_ = (item.end - (item.begin & -Tile::kTokens) + Tile::kTokens - 1) / Tile::kTokens;
     }
-    __syncwarp();
-    tiles_ = (rows.end - origin + Tile::kTokens - 1) / Tile::kTokens;
+  }
+  // Where a tile starts, from how many tiles there are from it on.
+  __device__ __forceinline__ int next_token(int left) const {
+    return ((mine_.loaded_item.end + Tile::kTokens - 1) / Tile::kTokens - left) * Tile::kTokens;
   }
 
-  // Where the 16-token groups of this warp's next tiles lie, one for each lane: tables are read once for many tiles,
-  // and only where a token is seen.
+  // Where the groups of 16 tokens of the next tiles lie, up to a multiple of kBatch from the segment's end: tables are
+  // read once for many tiles, and only where a token is seen.
   __device__ __forceinline__ void look_up(const CodeParams& p) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int tile = tile_ + lane / Tile::kGroups * (static_cast<int>(blockDim.x) / 32);
-    const int token = state_.origin + tile * Tile::kTokens + lane % Tile::kGroups * 16;
-    const bool wanted = token < state_.end && token + 16 > state_.begin;
-    const PlaneRow at = wanted ? plane_row(p, state_.segment.sequence.batch, state_.kv_head, token) : PlaneRow{-1, -1};
-    row_ = at.row;
-    page_ = static_cast<int>(at.page);  // fewer than 2^31: a page has 16 tokens and more
-    missing_ = __ballot_sync(~0u, wanted && at.row < 0);
-    next_ = 0;
+    const int lane = ptx::fresh_lane();
+    const int token = next_token((left_ + kBatch - 1) / kBatch * kBatch) + lane * 16;
+    const ItemRows& item = mine_.loaded_item;
+    const bool wanted = token < item.end && token + 16 > item.begin;
+    const PlaneRow at = wanted ? plane_row(p, mine_.loaded.sequence.batch, item.kv_head, token) : PlaneRow{-1, -1};
+    __syncwarp();
+    mine_.rows[lane] = static_cast<uint32_t>(at.row);  // fewer than 2^32 - 1
+    mine_.pages[lane] = static_cast<int>(at.page);     // below 2^31: a page has 16 tokens and more
+    if (wanted && at.row < 0) mine_.lose();
+    __syncwarp();
   }
 
-  __device__ __forceinline__ bool copy_groups(const CodeParams& p, int stage) {
+  __device__ __forceinline__ void copy_groups(const CodeParams& p, int buffer, bool fresh) {
     const Tbq4View& kv = p.call.kv;
-    const int lane = static_cast<int>(threadIdx.x) % 32, chunk = lane % kLanes, group = lane / kLanes;
-    const int source = next_ * Tile::kGroups + group;
-    const int64_t found = __shfl_sync(~0u, row_, source), row = max_of<int64_t>(found, 0);
-    const bool there = found >= 0;
-    const int64_t from = row * Tile::kTokenBytes + chunk * 16;
-    const uint32_t to = shared_ + p.at.codes + (ring_ + stage) * 2 * Tile::kBytes + to_;
+    const uint32_t lane = threadIdx.x % 32, chunk = lane % kLanes, group = lane / kLanes;
+    const uint32_t first = (-static_cast<uint32_t>(left_) % kBatch) * Tile::kGroups, row = mine_.rows[first + group];
+    const bool there = row != kNowhere;
+    const uint64_t from = uint64_t{row} * Tile::kTokenBytes + chunk * 16;
+    const uint32_t to = to_ + buffer * 2 * Tile::kBytes;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       // k * kLanes chunks are other bits of the place than those in to_, so their exchanges can be combined.
       constexpr uint32_t kInLine = 127;
       const uint32_t at = (to ^ (Tile::swizzle(k * kLanes * 16) & kInLine)) + k * kLanes * 16;
-      ptx::cp_async_16(at, kv.k_codes + from + k * kLanes * 16, there);
-      ptx::cp_async_16(at + Tile::kBytes, kv.v_codes + from + k * kLanes * 16, there);
+      ptx::cp_async_16_if(there, at, kv.k_codes + from + k * kLanes * 16);
+      ptx::cp_async_16_if(there, at + Tile::kBytes, kv.v_codes + from + k * kLanes * 16);
     }
-    if (chunk < 2 * kNormChunks) {
-      const bool values = chunk >= kNormChunks;
-      const int part = values ? chunk - kNormChunks : chunk;
-      const uint16_t* plane = values ? kv.v_norms : kv.k_norms;
-      ptx::cp_async_16(shared_ + p.at.norms + (ring_ + stage) * 2 * Tile::kNormBytes + (values ? Tile::kNormBytes : 0) +
-                           (group * kNormChunks + part) * 16,
-                       plane + row * Tile::kBlocks + part * 8, there);
+    const int64_t plane = chunk < kNormChunks ? 0 : p.v_norms_from_k;
+    ptx::cp_async_16_if(there && chunk < 2 * kNormChunks, norm_to_ + buffer * 2 * Tile::kNormBytes,
+                        reinterpret_cast<const char*>(kv.k_norms) + plane + uint64_t{row} * (Tile::kBlocks * 2) +
+                            chunk % kNormChunks * 16);
+    if (kv.k_offsets) [[unlikely]]
+      copy_offsets(p, buffer, static_cast<int>(first), fresh);
+  }
+
+  // What the pages of the tile's groups add to scores; worked out for 16 groups at a time.
+  __device__ __forceinline__ void copy_offsets(const CodeParams& p, int buffer, int first, bool fresh) const {
+    const int lane = ptx::fresh_lane(), g = lane / 4, t = lane % 4;
+    const int group = first % kOffsetGroups;
+    unsigned char* const own =
+        memory_ + p.at.next_offsets + ptx::fresh_thread() / 32 * (kOffsetGroups * kOffsetBytes<kTiles>);
+    if (fresh || group == 0) {
+      const int page[2] = {mine_.pages[first - group + g], mine_.pages[first - group + g + 8]};
+      float s[kTiles][4];
+      score_pages<D, kTiles>(p, mine_.loaded, mine_.loaded_item, page, s);
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          store(own + (g + 8 * h) * kOffsetBytes<kTiles> + (8 * n + 2 * t) * 4,
+                Vector<float, 2>{s[n][2 * h], s[n][2 * h + 1]});
+      __syncwarp();
     }
-    if (kv.k_offsets) {
-      const int page = __shfl_sync(~0u, page_, source);
-      const uint16_t* offset = offset_of_page(p, max_of(page, 0), state_.kv_head) + chunk * 8;
-      const uint32_t at = shared_ + p.at.offsets + (ring_ + stage) * kOffsetBytes + lane * 16;
-      if (p.wide_offsets)
-        ptx::cp_async_16(at, offset, there);
-      else
-        copy_chunk_narrow(at, offset, there);
-    }
-    constexpr uint32_t kAllGroups = (1u << Tile::kGroups) - 1;
-    const bool all = (missing_ >> (next_ * Tile::kGroups) & kAllGroups) == 0;
-    ++next_;
-    return all;
+    constexpr int kBytes = offset_bytes<D, kTiles>(true);  // 256 at most
+    if (lane < kBytes / 8)
+      store(memory_ + p.at.offsets + buffer * kBytes + lane * 8,
+            load<Vector<float, 2>>(own + group * kOffsetBytes<kTiles> + lane * 8));
+    __syncwarp();
   }
 
   // Tokens looked up one by one, 16-bit loads and stores of norms, all without running ahead.
-  static __device__ __noinline__ bool copy_scattered(const CodeParams& p, const LoadedSegment& state, int tile,
-                                                     uint32_t codes, uint32_t norms) {
+  static __device__ __noinline__ void copy_scattered(const CodeParams& p, CodeSegments& mine, unsigned char* memory,
+                                                     int first, int buffer) {
     const Tbq4View& kv = p.call.kv;
-    const int lane = static_cast<int>(threadIdx.x) % 32, first = state.origin + tile * Tile::kTokens;
+    const ItemRows& item = mine.loaded_item;
+    const int lane = ptx::fresh_lane();
+    const uint32_t codes = ptx::shared_address(memory) + kPairTableBytes + buffer * 2 * Tile::kBytes;
+    const uint32_t norms = ptx::shared_address(memory) + p.at.norms + buffer * 2 * Tile::kNormBytes;
     constexpr int kOfLane = (Tile::kTokens + 31) / 32;  // tokens
     int64_t rows[kOfLane];
     bool all = true;
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i) {
       const int token = first + 32 * i + lane;
-      const bool wanted = 32 * i + lane < Tile::kTokens && token >= state.begin && token < state.end;
-      rows[i] = wanted ? plane_row(p, state.segment.sequence.batch, state.kv_head, token).row : -1;
+      const bool wanted = 32 * i + lane < Tile::kTokens && token >= item.begin && token < item.end;
+      rows[i] = wanted ? plane_row(p, mine.loaded.sequence.batch, item.kv_head, token).row : -1;
       all = all && (rows[i] >= 0 || !wanted);
       if (rows[i] < 0) continue;
 #pragma unroll
@@ -181,7 +182,28 @@ template <int D> class CodeStream {
         copy_bytes(at + Tile::kBytes, kv.v_codes + from);
       }
     }
-    return __all_sync(~0u, all);
+    if (!all) mine.lose();
+    if (!kv.k_offsets) return;
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll 1
+    for (int i = 0; i < Tile::kTokens; i += 16) {
+      int page[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int token = first + i + g + 8 * h;
+        const bool wanted = token >= item.begin && token < item.end;
+        page[h] = wanted ? static_cast<int>(plane_row(p, mine.loaded.sequence.batch, item.kv_head, token).page) : -1;
+      }
+      float s[kTiles][4];
+      score_pages<D, kTiles>(p, mine.loaded, item, page, s);
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          store(memory + p.at.offsets + buffer * p.offset_bytes + (i + g + 8 * h) * kOffsetBytes<kTiles> +
+                    (8 * n + 2 * t) * 4,
+                Vector<float, 2>{s[n][2 * h], s[n][2 * h + 1]});
+    }
   }
   static __device__ __forceinline__ void copy_bytes(uint32_t to, const uint8_t* from) {
 #pragma unroll 1
@@ -189,16 +211,11 @@ template <int D> class CodeStream {
       asm volatile("st.shared.b8 [%0], %1;" ::"r"(to + i), "r"(uint32_t{from[i]}) : "memory");
   }
 
-  LoadedSegment& state_;
-  uint32_t shared_;                   // the address of shared memory
-  int ring_;                          // number of this warp's first buffer
-  uint32_t to_;                       // where this lane's first piece of a tile goes
-  uint32_t complete_ = 0;             // one bit for each buffer
-  bool first_ = true, given_ = true;  // no segment has been entered yet; there is one to load
-  int tile_ = 0, tiles_ = 0;          // the next tile of this warp, and how many the segment has
-  int64_t row_ = -1;                  // of this lane's 16 tokens of a batch of tiles; -1: not there
-  int page_ = -1, next_ = kBatch;     // next_: of the batch, the tile to copy next
-  uint32_t missing_ = 0;              // lanes whose tokens are wanted and not there
+  CodeSegments& mine_;
+  unsigned char* memory_;  // shared
+  uint32_t to_, norm_to_;  // where this lane's first piece of a tile's codes, and its piece of norms, go
+  int left_ = 0;           // tiles that the segment has left
+  bool started_ = false;   // the first segment has been entered
 };
 
 }  // namespace flashq::cuda

@@ -1,19 +1,61 @@
 // The kernels of one head dim.
 #pragma once
+#include <atomic>
+
 #include "cuda/opt_in.h"
+#include "cuda/overlapping_launch.h"
 #include "cuda/tbq4_attention/kernel.cuh"
 #include "cuda/tbq4_attention/launch.h"
 
 namespace flashq::cuda {
 
-template <int D, int kTiles>
-Status launch_code_kernel(const CodeLaunch& how, const CodeParams& p, const Launch& launch) {
+// How many of the largest clusters, which not every GPU can hold, run at a time; 0 where they cannot. `config`: always
+// of the same threads and shared memory.
+template <auto kKernel> int count_largest_clusters(const cudaLaunchConfig_t& config, int32_t device) {
+  static std::atomic<int> known[64];  // plus one
+  std::atomic<int> none{0}, &answer = device < 64 ? known[device] : none;
+  if (answer.load(std::memory_order_relaxed) == 0) {
+    int clusters = 0;
+    if (cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) ||
+        cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config)) {
+      clusters = 0;
+      (void)cudaGetLastError();
+    }
+    answer.store(clusters + 1, std::memory_order_relaxed);
+  }
+  return answer.load(std::memory_order_relaxed) - 1;
+}
+
+template <int D, int kTiles> Status launch_code_kernel(const CodeLaunch& how, CodeParams p, const Launch& launch) {
   constexpr auto kKernel = code_attention_kernel<D, kTiles, most_code_warps(D, kTiles)>;
   Device device{};
   if (const Status status = describe_device(launch.device, device); !status.ok()) return status;
   opt_in<kKernel>(launch.device, static_cast<int>(device.shared_bytes));  // launch_status() reports a failure
-  kKernel<<<static_cast<unsigned>(how.ctas), static_cast<unsigned>(how.warps * 32),
-            static_cast<size_t>(how.shared_bytes), static_cast<cudaStream_t>(launch.stream)>>>(p);
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(p.cluster_ctas), 1, 1};
+  const bool overlap = can_overlap(device);
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(how.ctas));
+  config.blockDim = dim3(static_cast<unsigned>(how.warps * 32));
+  config.dynamicSmemBytes = static_cast<size_t>(how.shared_bytes);
+  config.stream = static_cast<cudaStream_t>(launch.stream);
+  config.attrs = attributes + 1;
+  config.numAttrs = p.cluster_ctas > 1 ? 1 : 0;
+  if (p.cluster_ctas > kPortableCodeCluster &&
+      count_largest_clusters<kKernel>(config, launch.device) * p.cluster_ctas < how.ctas) {
+    config.gridDim.x = config.gridDim.x / static_cast<unsigned>(p.cluster_ctas) * kPortableCodeCluster;
+    attributes[1].val.clusterDim.x = kPortableCodeCluster;
+    p.cluster_ctas = kPortableCodeCluster;
+    p.cluster_shift = 3;
+  }
+  if (overlap) {
+    config.attrs = attributes;
+    ++config.numAttrs;
+  }
+  cudaLaunchKernelEx(&config, kKernel, p);
   return launch_status();
 }
 

@@ -1,31 +1,32 @@
 // Split-KV attention over a TBQ4 cache: few rows, many keys, so it is bound by the read of codes and norms.
 //
-// A persistent CTA streams its share of the plan (decode/plan.cuh). Its warps take turns on the tiles of a segment and
-// know nothing of each other until its end. Queries arrive rotated, outputs leave the accumulators rotated, and norms
-// multiply scores and weights, so that a value costs one table read for two. Codes are the left operands of
-// mma.m16n8k16, rows are columns:
+// Every warp streams a share of the plan (decode/plan.cuh) of its own and knows nothing of the others. Queries are
+// rotated by the warp that needs them, outputs stay rotated until partial results have been merged, and norms multiply
+// scores and weights, so that a value costs one table read for two. Codes are the left operands of mma.m16n8k16, rows
+// are columns:
 //   S^T (16 tokens, 8 rows) = C_k (16, block) Q'^T (block, 8),   O'^T (block, 8) += C_v^T (block, 16) P^T (16, 8).
-// Keys of the exact pool follow when a segment's codes are done, and are merged with what those gave.
+// Keys of the exact pool are left out: the merge adds them (tbq4_merge.cu).
 #pragma once
 #include "cuda/ptx/dependent_launch.cuh"
-#include "cuda/tbq4_attention/exact_tokens.cuh"
-#include "cuda/tbq4_attention/weights.cuh"
+#include "cuda/ptx/fresh_thread.cuh"
+#include "cuda/tbq4_attention/code_stream.cuh"
+#include "cuda/tbq4_attention/exact_rule.cuh"
+#include "cuda/tbq4_attention/results.cuh"
+#include "cuda/tbq4_attention/scores.cuh"
+#include "cuda/tbq4_attention/slots.cuh"
 
 namespace flashq::cuda {
 
 // kTiles: 8-row tiles of an item.
 template <int D, int kTiles> class CodeKernel {
   using Tile = CodeTile<D>;
+  using Weights = TileWeights<D, kTiles>;
+  static constexpr int kStages = kCodeStages;
   static constexpr int kAcc = D / 16;  // fragments of the outputs of 8 rows
-  static constexpr int kQueryWords = Tile::kBlocks * Tile::kSteps * 2;
 
  public:
   __device__ __forceinline__ CodeKernel(const CodeParams& p, unsigned char* shared)
-      : p_(p),
-        shared_(shared),
-        warps_(static_cast<int>(blockDim.x) / 32),
-        at_(p.at),
-        mine_(reinterpret_cast<CodeSegments*>(shared + at_.segments)[threadIdx.x / 32]) {
+      : p_(p), shared_(shared), mine_(reinterpret_cast<CodeSegments*>(shared + p.at.segments)[threadIdx.x / 32]) {
     const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     lane4_ = keep(lane * 4);
     k_lane_ = keep(kPairTableBytes + Tile::swizzle(Tile::piece(g) * 256 + t * (Tile::kWords * 4)));
@@ -33,123 +34,146 @@ template <int D, int kTiles> class CodeKernel {
   }
 
   __device__ __forceinline__ void run() {
-    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-    fill_tables(shared_, reinterpret_cast<uint32_t*>(shared_ + at_.rest_table));
-    const Segment first =
-        plan_worker(p_.call, p_.split, static_cast<int>(blockIdx.x),
-                    [&](int batch, int token, bool padding) { write_blind_token(p_.call, batch, token, padding); });
-    if (!first.given()) return;
-    if (lane == 0) mine_.segment = mine_.loaded.segment = first;
-    __syncwarp();
-    const int ring = warp * p_.stages;
-    CodeStream<D> stream(p_, mine_.loaded, ptx::shared_address(shared_), ring);
-    int load_stage = 0, stage = 0;
-    for (; load_stage < p_.stages - 1; ++load_stage) stream.load_next(p_, load_stage);
-
-    for (bool first_segment = true; mine_.segment.given(); first_segment = false) {
-      begin_segment();
-      uint32_t query[kTiles][kQueryWords];
-      float factor[kTiles][2], acc[kTiles][kAcc][4] = {};
-      load_query(query, factor);
-      LaneStates<kTiles> state;
-#pragma unroll 1
-      for (int tile = warp; tile < tiles_; tile += warps_) {
-        if (p_.stages == 2)
-          ptx::cp_async_wait<0>();
-        else if (p_.stages == 3)
-          ptx::cp_async_wait<1>();
-        else
-          ptx::cp_async_wait<2>();
-        __syncwarp();  // the tile is there, and nobody reads the one before it any more
-        stream.load_next(p_, load_stage);
-        load_stage = load_stage + 1 == p_.stages ? 0 : load_stage + 1;
-        attend_tile(tile, ring + stage, stream.complete(stage), query, factor, state, acc);
-        stage = stage + 1 == p_.stages ? 0 : stage + 1;
+    const int ctas = p_.cluster_ctas, warps = static_cast<int>(blockDim.x) / 32;
+    ptx::wait_for_primary();
+    ptx::allow_dependents();  // not before: the merge relies on what was written before this kernel
+    {
+      const Segment first =
+          ctas > 0 ? share_item(p_, static_cast<int>(blockIdx.x) >> p_.cluster_shift, worker(), ctas * warps)
+                   : plan_worker(p_.call, p_.split, worker(), [&](int batch, int token, bool padding) {
+                       write_blind_token(p_.call, batch, token, padding);
+                     });
+      if (threadIdx.x % 32 == 0) {
+        mine_.segment = mine_.loaded = first;
+        mine_.more = mine_.complete = true;
       }
-      end_segment(first_segment, state, acc);
+      __syncwarp();
     }
+    CodeStream<D, kTiles> stream(p_, mine_, shared_);
+    const int ring = warp() * kStages;
+    int buffer = 0;  // of the ring
+
+    for (bool first_segment = true; first_segment || mine_.segment.given(); first_segment = false) {
+      Queries<D, kTiles> q;
+      LaneStates<kTiles> state;
+      float acc[kTiles][kAcc][4];
+      // Before the first segment the ring is filled, in turns with negative numbers.
+      tiles_ = first_segment ? 1 - kStages : 0;
+#pragma unroll 1
+      while (true) {
+        if (tiles_ == 0) [[unlikely]] {
+          if (first_segment) {
+            fill_table(shared_);
+            __syncthreads();
+          }
+          begin_segment();
+          state.clear();
+#pragma unroll
+          for (int i = 0; i < kTiles * kAcc * 4; ++i) acc[i / 4 / kAcc][i / 4 % kAcc][i % 4] = 0;
+          if (tiles_ == 0) break;
+          q.prepare(p_, mine_.segment, mine_.item, rests_of_warp<D, kTiles>(shared_, warp()));
+          if constexpr (kTiles == 2) publish(mine_.reach, q.reach);
+        }
+        ptx::cp_async_wait<kStages - 2>();
+        __syncwarp();  // the tile is there, and nobody reads the one before it any more
+        stream.load_next(p_, ring + buffer);
+        buffer = buffer + 1 == kStages ? 0 : buffer + 1;
+        if (tiles_ < 0) [[unlikely]] {
+          ++tiles_;
+          continue;
+        }
+        attend_tile(ring + buffer, q, rests_of_warp<D, kTiles>(shared_, warp()), state, acc);
+        if (--tiles_ == 0) break;
+      }
+      const Segment& segment = mine_.segment;
+      if (!segment.given()) break;
+      constexpr float kUnit = kLevelUnit<Tile::kWidth>;
+      if (ctas > 0) {
+        const ParkedCodes<D> parked(p_, shared_);
+        const int own = warp();
+        write_results<D, kTiles>(
+            mine_.item.rows, state, acc, kUnit, [&](int row, const auto& x) { parked.state(own, row) = x; },
+            [&](int row, int column, float4 x) { parked.values(own, row, column) = x; });
+        break;
+      }
+      const int slot = slot_of(p_, segment, worker(), first_segment);
+      write_results<D, kTiles>(
+          mine_.item.rows, state, acc, kUnit, [&](int row, const auto& x) { p_.partials.state(slot, row) = x; },
+          [&](int row, int column, float4 x) { *reinterpret_cast<float4*>(p_.partials.row(slot, row) + column) = x; });
+      publish(mine_.segment, next_segment(p_.call, p_.split, segment));
+    }
+    if (ctas == 0) return;
+    const int rank = static_cast<int>(blockIdx.x) & (ctas - 1);
+    const int shares = min_of(mine_.segment.sequence.units, ctas * warps);  // of which every ctas-th is here
+    merge_parked<D>(p_, mine_.segment, mine_.item, ParkedCodes<D>(p_, shared_),
+                    (shares - rank + ctas - 1) >> p_.cluster_shift, rank);
   }
 
  private:
-  // What the rows are, which keys they see, and their queries. All warps.
+  // Read anew where they are needed: the main loop is short of registers.
+  static __device__ __forceinline__ int warp() { return ptx::fresh_thread() / 32; }
+  // Whose share of the plan is this warp's. Neighbouring shares lie on different multiprocessors: a few of them do not
+  // crowd on one.
+  __device__ __forceinline__ int worker() const {
+    const auto cta = static_cast<int>(blockIdx.x);
+    return p_.cluster_ctas > 0 ? warp() * p_.cluster_ctas + (cta & (p_.cluster_ctas - 1))
+                               : warp() * static_cast<int>(gridDim.x) + cta;
+  }
+
+  // What the rows are, which keys they see, and which of them all see.
   __device__ __forceinline__ void begin_segment() {
     const Segment& segment = mine_.segment;
     publish(mine_.item, ItemRows(p_.call, p_.split, segment));
     const ItemRows& item = mine_.item;
     const Mask mask = segment.sequence.mask(p_.call.score);
     const ExactRanges exact(p_, segment, item);
-    const ExactRule rule{p_.call.kv.exact_first, p_.call.kv.exact_last};
     const auto in_item = [&](int64_t key) { return static_cast<int>(clamp(key, item.begin, item.end)); };
-    origin_ = item.begin & -Tile::kTokens;
-    tiles_ = (item.end - origin_ + Tile::kTokens - 1) / Tile::kTokens;
-    clear_begin_ = max_of(in_item(mask.visible(item.last_query).begin), exact.lead_end);
-    clear_end_ = min_of(in_item(mask.visible(item.first_query).end), exact.recent_begin);
-    auto* ranges = reinterpret_cast<RowRange*>(shared_ + at_.ranges);
-    for (int row = static_cast<int>(threadIdx.x); row < 8 * kTiles; row += static_cast<int>(blockDim.x)) {
-      const int query = p_.split.group.quotient(item.first_row + min_of(row, item.rows - 1));
-      const KeyRange keys = mask.visible(query);
-      ranges[row] = {in_item(keys.begin), in_item(keys.end),
-                     p_.exact ? in_item(rule.recent(mask, query).begin) : item.end};
-    }
-    auto* reach = reinterpret_cast<int*>(shared_ + at_.reach);
-    if (threadIdx.x == 0) *reach = 0;
-    __syncthreads();
-    prepare_queries<D, kTiles>(p_, segment, item, shared_, at_);
-    __syncthreads();
-    reach_ = float_of(static_cast<uint32_t>(*reach));
+    constexpr int kTokens = Tile::kTokens;
+    const int end = (item.end + kTokens - 1) / kTokens * kTokens;
+    tiles_ = segment.given() ? (end - (item.begin & -kTokens)) / kTokens : 0;
+    const int clear_begin = max_of(in_item(mask.visible(item.last_query).begin), exact.lead_end);
+    const int clear_end = min_of(in_item(mask.visible(item.first_query).end), exact.recent_begin);
+    const int behind = divide_down(end - clear_end + kTokens - 1, kTokens);
+    const int count = mine_.complete ? max_of(divide_down(end - clear_begin, kTokens) - behind, 0) : 0;
+    publish(mine_.clear, ClearTiles{behind, count});
+  }
+  // The first token of the tile.
+  __device__ __forceinline__ int first_token() const {
+    return ((mine_.item.end + Tile::kTokens - 1) / Tile::kTokens - tiles_) * Tile::kTokens;
   }
 
-  __device__ __forceinline__ void load_query(uint32_t (&query)[kTiles][kQueryWords], float (&factor)[kTiles][2]) const {
-    const int t = static_cast<int>(threadIdx.x) % 4;
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-      for (int b = 0; b < Tile::kBlocks; ++b)
-#pragma unroll
-        for (int i = 0; i < Tile::kSteps; ++i) {
-          const auto words = load_fragment<D>(shared_ + at_.query, n, b, i);
-#pragma unroll
-          for (int j = 0; j < 2; ++j) query[n][(b * Tile::kSteps + i) * 2 + j] = words.value[j];
-        }
-#pragma unroll
-      for (int c = 0; c < 2; ++c) factor[n][c] = straight() ? scales()[8 * n + 2 * t + c] : 1.f;
-    }
-  }
-  __device__ __forceinline__ const float* scales() const {
-    return reinterpret_cast<const float*>(shared_ + at_.scales);
-  }
-  // Whether a score is a product times its row's factor, so that the exponential can take the factor.
-  __device__ __forceinline__ bool straight() const { return p_.plain && !p_.call.kv.k_offsets; }
-
-  __device__ __forceinline__ void attend_tile(int tile, int buffer, bool complete,
-                                              const uint32_t (&query)[kTiles][kQueryWords],
-                                              const float (&factor)[kTiles][2], LaneStates<kTiles>& state,
-                                              float (&acc)[kTiles][kAcc][4]) const {
-    using Weights = TileWeights<D, kTiles>;
+  __device__ __forceinline__ void attend_tile(int buffer, const Queries<D, kTiles>& q, const unsigned char* rests,
+                                              LaneStates<kTiles>& state, float (&acc)[kTiles][kAcc][4]) const {
     const uint32_t k_at = k_lane_ + buffer * 2 * Tile::kBytes, v_at = v_lane_ + buffer * 2 * Tile::kBytes;
-    const uint32_t norms = at_.norms + buffer * 2 * Tile::kNormBytes;
-    const int first = origin_ + tile * Tile::kTokens;
 
     float s[Tile::kProducts][kTiles][4] = {};
-    KeyCodes<D> keys[Tile::kProducts];
+    constexpr int kAtOnce = kTiles == 1 ? Tile::kProducts : 1;  // products, as registers allow
 #pragma unroll
-    for (int j = 0; j < Tile::kProducts; ++j) keys[j].read(shared_, k_at, j);
+    for (int first = 0; first < Tile::kProducts; first += kAtOnce) {
+      KeyCodes<D> keys[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < Tile::kSteps; ++i)
+      for (int j = 0; j < kAtOnce; ++j) keys[j].read(shared_, k_at, first + j);
 #pragma unroll
-      for (int j = 0; j < Tile::kProducts; ++j) {
-        uint32_t a[4];
-        keys[j].operand(shared_, lane4_, i, a);
-        const int word = ((Tile::kBlocks == 2 ? j * Tile::kSteps : 0) + i) * 2;
+      for (int i = 0; i < Tile::kSteps; ++i)
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) ptx::mma_16x8x16<Float16>(s[j][n], a, query[n][word], query[n][word + 1]);
-      }
-    const uint32_t hidden = find_hidden(first, complete);
+        for (int j = 0; j < kAtOnce; ++j) {
+          uint32_t a[4];
+          keys[j].operand(shared_, lane4_, i, a);
+          const int block = Tile::kBlocks == 2 ? first + j : 0;
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n)
+            ptx::mma_16x8x16<Float16>(s[first + j][n], a, q.word[n][block][2 * i], q.word[n][block][2 * i + 1]);
+        }
+    }
+    const ClearTiles range = mine_.clear;
+    const bool clear = static_cast<uint32_t>(tiles_ - 1 - range.behind) < static_cast<uint32_t>(range.count);
+    uint32_t hidden = 0;
+    if (!clear) [[unlikely]]
+      hidden = find_hidden(mine_.complete);
     float k_norm[Weights::kNorms], v_norm[Weights::kNorms];
-    const bool coarse = read_norms(norms + Tile::piece(lane4_ / 16) * (Weights::kNorms * 2), hidden, k_norm, v_norm);
+    bool rough = read_norms(buffer, reach_of(q), clear, hidden, k_norm, v_norm), raised = false;
 
     Weights weights;
-    bool rough = coarse, raised = false;
 #pragma unroll 1
     while (true) {
       typename Weights::Scores x;
@@ -164,27 +188,37 @@ template <int D, int kTiles> class CodeKernel {
             for (int j = 0; j < Tile::kGroups; ++j) x[j][n][i] = s[j][n][i] * k_norm[2 * j + i / 2];
           }
         }
-      if (!straight()) finish_scores(first, buffer, x);
-      const bool raise = weights.compute(x, factor, v_norm, hidden, state);
-      if (!__any_sync(~0u, raise || rough)) break;
+      float factor[kTiles][2];
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; ++i) factor[i / 2][i % 2] = q.factor[i / 2][i % 2];
+      if (!p_.straight) [[unlikely]]
+        finish_scores(buffer, x, factor);
+      const bool raise = weights.compute(x, factor, v_norm, clear, hidden, state);
+      if (!__any_sync(~0u, (raise && !raised) || rough)) [[likely]] {
+#pragma unroll
+        for (int i = 0; i < 2 * kTiles; ++i) state.sum[i / 2][i % 2] += weights.sum[i / 2][i % 2];
+        add_values(v_at, weights, acc);
+        return;
+      }
       if (__any_sync(~0u, rough)) {
         float largest = 0;
 #pragma unroll
-        for (int i = 0; i < Weights::kNorms; ++i) largest = fmaxf(largest, fabsf(k_norm[i]));
-        const bool levels = __any_sync(~0u, !(largest * reach_ <= kReachOfLevels));
-        add_rest<D, kTiles>(shared_, at_, k_at, lane4_, levels, s);
+        for (int i = 0; i < Weights::kNorms; ++i) {
+          k_norm[i] += k_norm[i] - k_norm[i];  // an infinite one decodes to +-Inf, whose sum is NaN
+          largest = fmaxf(largest, fabsf(k_norm[i]));
+        }
+        const bool levels = __any_sync(~0u, !(largest * reach_of(q) <= kReachOfLevels));
+        add_rest<D, kTiles>(shared_, rests, k_at, lane4_, levels, q, s);
         rough = false;
       } else {
-        if (raised) break;
         Weights::raise_bases(x, factor, v_norm, hidden, state, acc);
         raised = true;
       }
     }
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) state.sum[n][c] += weights.sum[n][c];
+  }
 
+  __device__ __forceinline__ void add_values(uint32_t v_at, const Weights& weights,
+                                             float (&acc)[kTiles][kAcc][4]) const {
     constexpr int kVWords = Tile::kWidth / 64;  // of 8 codes, that a lane reads of a token's block of V
 #pragma unroll
     for (int j = 0; j < Tile::kProducts; ++j) {
@@ -216,170 +250,113 @@ template <int D, int kTiles> class CodeKernel {
     }
   }
 
-  // Norms of this lane's tokens, as they are multiplied. Returns whether scores may be too large for fp16 queries.
-  __device__ __forceinline__ bool read_norms(uint32_t at, uint32_t hidden,
-                                             float (&k_norm)[TileWeights<D, kTiles>::kNorms],
-                                             float (&v_norm)[TileWeights<D, kTiles>::kNorms]) const {
-    constexpr int kNorms = TileWeights<D, kTiles>::kNorms;
-    constexpr uint32_t kAllRows = (1u << 2 * kTiles) - 1;
-    const auto k = load<Vector<uint32_t, kNorms / 2>>(shared_ + at);
-    const auto v = load<Vector<uint32_t, kNorms / 2>>(shared_ + at + Tile::kNormBytes);
+  __device__ __forceinline__ float reach_of(const Queries<D, kTiles>& q) const {
+    return kTiles == 1 ? q.reach : mine_.reach;  // of two tiles there is no register left for it
+  }
+
+  // Norms of this lane's tokens; 0 where no row reads the token. Returns whether scores may be too large for fp16
+  // queries.
+  __device__ __forceinline__ bool read_norms(int buffer, float reach, bool clear, uint32_t hidden,
+                                             float (&k_norm)[Weights::kNorms], float (&v_norm)[Weights::kNorms]) const {
+    constexpr int kNorms = Weights::kNorms;
+    const unsigned char* at = shared_ + p_.at.norms + buffer * 2 * Tile::kNormBytes +
+                              Tile::piece(static_cast<int>(lane4_) / 16) * (kNorms * 2);
+    const auto k = load<Vector<uint32_t, kNorms / 2>>(at);
+    const auto v = load<Vector<uint32_t, kNorms / 2>>(at + Tile::kNormBytes);
     float largest = 0;
 #pragma unroll
     for (int i = 0; i < kNorms; ++i) {
       k_norm[i] = half_to_float(static_cast<uint16_t>(k.value[i / 2] >> (i % 2 * 16)));
       v_norm[i] = half_to_float(static_cast<uint16_t>(v.value[i / 2] >> (i % 2 * 16)));
-      k_norm[i] += k_norm[i] - k_norm[i];  // an infinite one decodes to +-Inf, whose sum is NaN
-      if (hidden && (hidden >> (i / Tile::kBlocks * 2 * kTiles) & kAllRows) == kAllRows) k_norm[i] = v_norm[i] = 0;
-      largest = fmaxf(largest, fabsf(k_norm[i]));
     }
-    return !(largest * reach_ <= kReachOfQuery);
+    if (!clear) [[unlikely]] {
+      constexpr uint32_t kAllRows = (1u << 2 * kTiles) - 1;
+#pragma unroll
+      for (int i = 0; i < kNorms; ++i)
+        if ((hidden >> (i / Tile::kBlocks * 2 * kTiles) & kAllRows) == kAllRows) k_norm[i] = v_norm[i] = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kNorms; ++i) largest = fmaxf(largest, fabsf(k_norm[i]));
+    return !(largest * reach <= kReachOfQuery);
   }
 
-  // Row factors, page offsets and the cap. `first`: the tile's first token.
-  __device__ __forceinline__ void finish_scores(int first, int buffer, float (&x)[Tile::kGroups][kTiles][4]) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4, piece = Tile::piece(g);
-    const bool offsets = p_.call.kv.k_offsets != nullptr;
-    float shared_offset[kTiles][2] = {};
-    if (offsets && p_.whole_groups)
-      score_offsets<D, kTiles>(shared_, at_,
-                               at_.offsets + buffer * kOffsetBytes + piece / (8 / Tile::kGroups) * (D * 2) +
-                                   t * (Tile::kWidth / 2),
-                               shared_offset);
-    const auto* offset_scales = reinterpret_cast<const float*>(shared_ + at_.offset_scales);
+  // Row factors, page offsets and the cap: the factors are 1 then.
+  __device__ __forceinline__ void finish_scores(int buffer, typename Weights::Scores& x,
+                                                float (&factor)[kTiles][2]) const {
+    const int lane = ptx::fresh_lane(), t = lane % 4, piece = Tile::piece(lane / 4);
+    const unsigned char* offsets = nullptr;  // what they add to this lane's rows 2 t and 2 t + 1, of its first token
+    int of_token = 0;                        // bytes from those of a token to those of the next
+    if (p_.call.kv.k_offsets) {
+      const int first = p_.whole_groups ? piece / (8 / Tile::kGroups) : piece * Tile::kPerLane;
+      of_token = p_.whole_groups ? 0 : kOffsetBytes<kTiles>;
+      offsets = shared_ + p_.at.offsets + buffer * p_.offset_bytes + first * kOffsetBytes<kTiles> + t * 8;
+    }
 #pragma unroll
-    for (int j = 0; j < Tile::kGroups; ++j) {
-      float own_offset[kTiles][4];
-      if (offsets && !p_.whole_groups) {
-        int64_t page[2];
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int j = 0; j < Tile::kGroups; ++j)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int token = first + piece * Tile::kPerLane + 2 * j + h;
-          const bool seen = token >= mine_.item.begin && token < mine_.item.end;
-          page[h] = seen ? plane_row(p_, mine_.segment.sequence.batch, mine_.item.kv_head, token).page : -1;
-        }
-        score_scattered_offsets<D, kTiles>(p_, shared_, at_, mine_.item.kv_head, page, own_offset);
-      }
+          Vector<float, 2> part{};
+          if (offsets) part = load<Vector<float, 2>>(offsets + (2 * j + h) * of_token + n * 32);
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int row = 8 * n + 2 * t + i % 2;
-          float y = x[j][n][i] * scales()[row];
-          if (offsets) y = fmaf(p_.whole_groups ? shared_offset[n][i % 2] : own_offset[n][i], offset_scales[row], y);
-          x[j][n][i] = finish_score(p_.rule, y);
+          for (int c = 0; c < 2; ++c) {
+            float& y = x[j][n][2 * h + c];
+            y = finish_score(p_.rule, fmaf(y, factor[n][c], part.value[c]));
+          }
         }
+#pragma unroll
+      for (int c = 0; c < 2; ++c) factor[n][c] = 1;
     }
   }
 
   // One bit for each of the lane's tokens and rows: the row does not read the token from the codes. `complete`: all
   // tokens that some row sees are there.
-  __device__ __forceinline__ uint32_t find_hidden(int first, bool complete) const {
-    if (first >= clear_begin_ && first + Tile::kTokens <= clear_end_ && complete) return 0;
-    const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+  __device__ __forceinline__ uint32_t find_hidden(bool complete) const {
+    const int lane = ptx::fresh_lane(), g = lane / 4, t = lane % 4;
     const ItemRows& item = mine_.item;
     const ExactRanges exact(p_, mine_.segment, item);
+    const ExactRule rule{p_.call.kv.exact_first, p_.call.kv.exact_last};
+    const Mask mask = mine_.segment.sequence.mask(p_.call.score);
     const int sequence = mine_.segment.sequence.batch;
-    const auto* ranges = reinterpret_cast<const RowRange*>(shared_ + at_.ranges);
     uint32_t hidden = 0;
 #pragma unroll 1
     for (int i = 0; i < Tile::kPerLane; ++i) {
-      const int token = first + Tile::piece(g) * Tile::kPerLane + i;
+      const int token = first_token() + Tile::piece(g) * Tile::kPerLane + i;
       const bool seen = token >= item.begin && token < item.end;
       const bool there = seen && (complete || plane_row(p_, sequence, item.kv_head, token).row >= 0);
       const bool held =
           seen && (token < exact.lead_end || token >= exact.recent_begin) && exact_page(p_, sequence, token) >= 0;
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const RowRange keys = ranges[8 * n + 2 * t + c];
-          const bool reads = there && token >= keys.begin && token < keys.end &&
-                             !(held && (token < exact.lead_end || token >= keys.recent));
-          if (!reads) hidden |= 1u << ((i * kTiles + n) * 2 + c);
-        }
+#pragma unroll 1
+      for (int k = 0; k < 2 * kTiles; ++k) {
+        const int row = k / 2 * 8 + 2 * t + k % 2;
+        const int query = p_.split.group.quotient(item.first_row + min_of(row, item.rows - 1));
+        const KeyRange keys = mask.visible(query);
+        const bool reads = there && token >= keys.begin && token < keys.end &&
+                           !(held && (token < exact.lead_end || token >= rule.recent(mask, query).begin));
+        if (!reads) hidden |= 1u << (i * 2 * kTiles + k);
+      }
     }
     return hidden;
   }
 
-  // Merges the warps' results with those of exact tokens, writes them out, and goes on to the next segment.
-  __device__ __forceinline__ void end_segment(bool first_segment, LaneStates<kTiles>& state,
-                                              float (&acc)[kTiles][kAcc][4]) {
-    const Segment& segment = mine_.segment;
-    const ItemRows& item = mine_.item;
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    const auto cta = static_cast<int>(blockIdx.x);
-    const int slot = p_.split.unit_is_split ? segment.item_base + segment.lo : 2 * cta + !first_segment;
-    const bool exact = p_.exact && ExactRanges(p_, segment, item).any(item);
-    auto* states = reinterpret_cast<SoftmaxState<Binary>*>(shared_ + at_.states);
-    __syncthreads();  // what the warps before parked has been read, and the table's unused halves are free
-    park<D, kTiles>(shared_, at_, warp, p_.rows, state, acc, kLevelUnit<Tile::kWidth>);
-    __syncthreads();
-    const auto finish = [&](int row, int column, const SoftmaxState<Binary>& total, const float (&x)[8]) {
-      if (row >= item.rows) return;
-      const int query = p_.split.group.quotient(item.first_row + row);
-      const int head = item.first_row + row - query * p_.split.group_size();
-#pragma unroll
-      for (int i = 0; i < 8; i += 4) {
-        const float4 o{x[i], x[i + 1], x[i + 2], x[i + 3]};
-        const int d = column + i;
-        if (segment.whole()) {
-          finish_values(p_.call, segment.sequence.batch, segment.sequence.q_begin + query,
-                        item.kv_head * p_.split.group_size() + head, d, total, o);
-        } else {
-          *reinterpret_cast<float4*>(p_.partials.row(slot, row) + d) = o;
-          if (d == 0) p_.partials.state(slot, row) = total;
-        }
-      }
-    };
-    if (!exact) {
-      merge_parked<D, kTiles>(shared_, at_, p_.rows, true, finish);
-    } else {
-      merge_parked<D, kTiles>(shared_, at_, p_.rows, true,
-                              [&](int row, int column, const SoftmaxState<Binary>& total, const float (&x)[8]) {
-#pragma unroll
-                                for (int i = 0; i < 8; i += 4)
-                                  *parked_at<D>(shared_, at_.parked, row, row, column + i) = {x[i], x[i + 1], x[i + 2],
-                                                                                              x[i + 3]};
-                                if (column == 0) states[row] = total;
-                              });
-      __syncthreads();
-      if (warp > 0) {  // warp 0's place holds what the codes gave
-        LaneStates<kTiles> of_exact;
-        float sums[kTiles][kAcc][4] = {};
-        const auto* ranges = reinterpret_cast<const RowRange*>(shared_ + at_.ranges);
-        if (p_.call.query.dtype == Dtype::kFloat16)
-          ExactTokens<Float16, D, kTiles>(p_, segment, item, ranges).attend(warp - 1, warps_ - 1, of_exact, sums);
-        else
-          ExactTokens<Bfloat16, D, kTiles>(p_, segment, item, ranges).attend(warp - 1, warps_ - 1, of_exact, sums);
-        park<D, kTiles>(shared_, at_, warp, p_.rows, of_exact, sums, 1);
-      }
-      __syncthreads();
-      merge_parked<D, kTiles>(shared_, at_, p_.rows, false, finish);
-    }
-    publish(mine_.segment, next_segment(p_.call, p_.split, segment));
-  }
-
-  // Keeps what follows from the lane's number in a register: else it is worked out again for every tile.
+  // Keeps what follows from the lane's number in a register, if there are enough: else it is worked out again for every
+  // tile.
   static __device__ __forceinline__ uint32_t keep(uint32_t x) {
-    asm volatile("" : "+r"(x));
+    if constexpr (kTiles == 1) asm volatile("" : "+r"(x));
     return x;
   }
 
   const CodeParams& p_;
   unsigned char* shared_;
-  int warps_;
   uint32_t lane4_, k_lane_, v_lane_;  // 4 * lane; where this lane's codes of K and V are in the first buffer
-  const SharedPlan& at_;
   CodeSegments& mine_;
-  int origin_ = 0, tiles_ = 0, clear_begin_ = 0, clear_end_ = 0;  // of the segment; tokens
-  float reach_ = 0;                                               // largest length of a query times the scale
+  int tiles_ = 0;  // that the segment has left, this one included
 };
 
 template <int D, int kTiles, int kWarps>
 __global__ void __launch_bounds__(kWarps * 32, 1) code_attention_kernel(const __grid_constant__ CodeParams p) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  ptx::allow_dependents();
   CodeKernel<D, kTiles>(p, shared).run();
 }
 

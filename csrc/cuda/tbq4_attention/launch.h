@@ -17,6 +17,8 @@ inline constexpr int most_code_tiles(int64_t head_dim) { return head_dim == 256 
 // Warps of a CTA at most: as many as registers allow.
 inline constexpr int most_code_warps(int64_t head_dim, int tiles) { return head_dim < 256 && tiles == 1 ? 12 : 8; }
 
+inline constexpr int kMostCodeCluster = 16, kPortableCodeCluster = 8;  // CTAs
+
 template <int D> [[nodiscard]] Status launch_code_attention(const CodeLaunch&, const CodeParams&, const Launch&);
 
 }  // namespace flashq::cuda

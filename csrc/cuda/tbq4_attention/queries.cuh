@@ -1,28 +1,15 @@
-// Queries as right operands: rotated, scaled to fp16 by a power of two for each row, in the order of fragments.
+// Queries as right operands: rotated, scaled to fp16 by a power of two for each row.
 //
-// A lane (g, t) of product step i has dims 32 t + 4 i .. + 3 of a block (16 t + 4 i of width 64) of row g: what its
-// bytes of a token's codes are. Eight dims are one 16-byte load.
+// A lane (g, t) has dims 32 t .. 32 t + 31 of every block of row g (16 t .. of width 64): step i of a product takes its
+// dims 4 i .. 4 i + 3, which are what its bytes of a token's codes are. The rotation needs no other layout: bits 0, 1,
+// 5 and 6 of the dim are transformed by products with a 16 x 16 matrix of signs, which are exact, bits 2 to 4 within
+// the lane.
 #pragma once
-#include "cuda/tbq4/rows.cuh"
+#include "cuda/ptx/ldmatrix.cuh"
+#include "cuda/tbq4/lanes.cuh"
 #include "cuda/tbq4_attention/shared.cuh"
 
 namespace flashq::cuda {
-
-// Which chunk of 16 bytes holds dims 8 chunk .. + 7 of a block of a row.
-template <int D> __device__ __forceinline__ int fragment_chunk(int row, int block, int chunk) {
-  using Tile = CodeTile<D>;
-  constexpr int kPerLane = Tile::kWidth / 32;  // chunks of a lane
-  const int lane = row % 8 * 4 + chunk / kPerLane;
-  return ((row / 8 * Tile::kBlocks + block) * kPerLane + chunk % kPerLane) * 32 + lane;
-}
-// The two words of a row tile's step i for this lane.
-template <int D> __device__ __forceinline__ Vector<uint32_t, 2> load_fragment(const unsigned char* query, int tile,
-                                                                              int block, int i) {
-  using Tile = CodeTile<D>;
-  constexpr int kPerLane = Tile::kWidth / 32;
-  const int chunk = ((tile * Tile::kBlocks + block) * kPerLane + i / 2) * 32 + static_cast<int>(threadIdx.x) % 32;
-  return load<Vector<uint32_t, 2>>(query + chunk * 16 + i % 2 * 8);
-}
 
 // Where a row of the item lies in q.
 __device__ __forceinline__ int64_t query_offset(const QueryView& q, const Divisor& group, const Segment& segment,
@@ -31,6 +18,34 @@ __device__ __forceinline__ int64_t query_offset(const QueryView& q, const Diviso
   const int head = item.first_row + row - query * static_cast<int>(group.value);
   return segment.sequence.batch * q.q_stride[0] + (segment.sequence.q_begin + query) * q.q_stride[1] +
          (item.kv_head * group.value + head) * q.q_stride[2];
+}
+
+// Pairs of neighbouring values of row `row`, this lane's dims of block b, in 16 bit; zeros past the item's last row.
+template <int D> __device__ __forceinline__ void load_query(const CodeParams& p, const Segment& segment,
+                                                            const ItemRows& item, int row, int b,
+                                                            uint32_t (&words)[CodeTile<D>::kWidth / 8]) {
+  constexpr int kWidth = CodeTile<D>::kWidth, kWords = kWidth / 8;
+  const bool real = row < item.rows;
+  const auto* from = static_cast<const uint16_t*>(p.call.query.q) +
+                     query_offset(p.call.query, p.split.group, segment, item, real ? row : 0) + b * kWidth +
+                     ptx::fresh_lane() % 4 * (kWidth / 4);
+  if (p.wide_q) {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4) {
+      const auto four = load<Vector<uint32_t, 4>>(from + 2 * i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) words[i + j] = real ? four.value[j] : 0;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = real ? from[2 * i] | uint32_t{from[2 * i + 1]} << 16 : 0;
+  }
+}
+template <class Body> __device__ __forceinline__ void with_type(Dtype dtype, Body body) {
+  if (dtype == Dtype::kFloat16)
+    body(Float16{});
+  else
+    body(Bfloat16{});
 }
 
 // The largest magnitude becomes 2^10 to 2^11, so that both fp16 parts keep 11 bits of values 2^-14 times as large.
@@ -46,84 +61,113 @@ struct FloatUnit {
   }
 };
 
-template <int D, int kTiles> __device__ __forceinline__ void prepare_queries(
-    const CodeParams& p, const Segment& segment, const ItemRows& item, unsigned char* shared, const SharedPlan& at) {
-  using Tile = CodeTile<D>;
-  using Lanes = BlockLanes<Tile::kWidth>;
-  constexpr int kUnits = 32 / Lanes::kLanes;  // of a warp: blocks of rows
-  const Lanes lanes;
-  const QueryView& q = p.call.query;
-  const int first = static_cast<int>(threadIdx.x) / Lanes::kLanes, step = static_cast<int>(blockDim.x) / 32 * kUnits;
-  const auto of_row = [](float x, auto combine) {
-#pragma unroll
-    for (int i = 1; i < Lanes::kLanes * Tile::kBlocks; i *= 2) x = combine(x, __shfl_xor_sync(~0u, x, i));
-    return x;
-  };
-  const auto larger = [](float a, float b) { return fmaxf(a, b); };
-#pragma unroll 1
-  for (int unit = first; unit < 8 * kTiles * Tile::kBlocks; unit += step) {
-    const int row = unit / Tile::kBlocks, block = unit % Tile::kBlocks;
-    float x[8] = {};
-    if (row < item.rows) {
-      const int64_t from = query_offset(q, p.split.group, segment, item, row) + block * Tile::kWidth + lanes.lane() * 8;
-      const auto load_row = [&](auto t) {
-        using T = decltype(t);
-        const auto* values = static_cast<const uint16_t*>(q.q) + from;
-        if (p.wide_q)
-          load_values<T, true>(values, x);
-        else
-          load_values<T, false>(values, x);
-      };
-      if (q.dtype == Dtype::kFloat16)
-        load_row(Float16{});
-      else
-        load_row(Bfloat16{});
-    }
-    const int chunk = fragment_chunk<D>(row, block, lanes.lane()) * 16;
-    const auto top_of_row = [&] {
-      float top = 0;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) top = fmaxf(top, fabsf(x[i]));
-      return of_row(top, larger);
-    };
-    if (p.call.kv.k_offsets) {
-      const FloatUnit raw(top_of_row());
-      Vector<uint32_t, 4> words;
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        words.value[i] = ptx::pack<Float16>(x[2 * i] * raw.inverse, x[2 * i + 1] * raw.inverse);
-      store(shared + at.raw_query + chunk, words);
-      if (block == 0 && lanes.lane() == 0)
-        reinterpret_cast<float*>(shared + at.offset_scales)[row] = raw.unit * p.rule.factor;
-    }
-    lanes.template rotate<false>(x);
-    const FloatUnit scaled(top_of_row());
-    float squares = 0;
-    Vector<uint32_t, 4> high, low;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float part[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float y = x[2 * i + j] * scaled.inverse;
-        squares = fmaf(y, y, squares);
-        part[j] = y;
-      }
-      high.value[i] = ptx::pack<Float16>(part[0], part[1]);
-#pragma unroll
-      for (int j = 0; j < 2; ++j) part[j] -= half_to_float(static_cast<uint16_t>(high.value[i] >> (16 * j)));
-      low.value[i] = ptx::pack<Float16>(part[0], part[1]);
-    }
-    store(shared + at.query + chunk, high);
-    store(shared + at.rest_query + chunk, low);
-    squares = of_row(squares, [](float a, float b) { return a + b; });
-    if (block == 0 && lanes.lane() == 0) {
-      reinterpret_cast<float*>(shared + at.scales)[row] = scaled.unit * p.rule.factor * kLevelUnit<Tile::kWidth>;
-      // Of nonnegative numbers the bits have the same order; NaN is above all.
-      const float reach = sqrtf(squares) * (scaled.unit * fabsf(p.call.score.scale));
-      atomicMax(reinterpret_cast<int*>(shared + at.reach), static_cast<int>(bits_of(reach) & 0x7fffffff));
-    }
-  }
+// The sign bits of a sign vector at this lane's dims of a block, and those of its pair w as of two 16-bit values.
+template <int kWidth> __device__ __forceinline__ uint32_t lane_signs(tbq4::Sign sign) {
+  const uint32_t t = static_cast<uint32_t>(ptx::fresh_lane()) % 4;
+  const auto& words = kDeviceSigns[sign == tbq4::Sign::kIn ? 0 : 1];
+  return kWidth == 128 ? words[static_cast<int>(t)] : words[static_cast<int>(t / 2)] >> (t % 2 * 16);
 }
+__device__ __forceinline__ uint32_t pair_signs(uint32_t bits, int w) {
+  const uint32_t low = 2 * w <= 15 ? bits << (15 - 2 * w) : bits >> (2 * w - 15), high = bits << (30 - 2 * w);
+  return (low & 0x8000) | (high & 0x80000000);
+}
+
+// The rows of a warp's item.
+template <int D, int kTiles> struct Queries {
+  using Tile = CodeTile<D>;
+  static constexpr int kWords = Tile::kSteps * 2;  // of a block
+  uint32_t word[kTiles][Tile::kBlocks][kWords];    // right operands: two of each step
+  float factor[kTiles][2];                         // of the products of rows 8 n + 2 t + c
+  float reach;                                     // largest length of a query times the scale
+
+  // What rounding leaves goes to `rest`, for this warp.
+  __device__ __forceinline__ void prepare(const CodeParams& p, const Segment& segment, const ItemRows& item,
+                                          unsigned char* rest) {
+    const uint32_t lane = static_cast<uint32_t>(ptx::fresh_lane()), g = lane / 4, t = lane % 4;
+    const uint32_t odd = (g & 2 * t) >> 1 ^ (g & 2 * t) >> 2, signs = (odd & 1) << 15 | ((odd ^ g) & 1) << 31;
+    const uint32_t in = lane_signs<Tile::kWidth>(tbq4::Sign::kIn), out = lane_signs<Tile::kWidth>(tbq4::Sign::kOut);
+    float longest = 0;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      float x[Tile::kBlocks][Tile::kSteps][4] = {};
+#pragma unroll
+      for (int b = 0; b < Tile::kBlocks; ++b) {
+        uint32_t raw[kWords];
+        load_query<D>(p, segment, item, 8 * n + static_cast<int>(g), b, raw);
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) raw[w] ^= pair_signs(in, w);
+        with_type(p.call.query.dtype, [&](auto type) {
+          using T = decltype(type);
+          const uint32_t same = signs ^ (uint32_t{T::store(1)} * 0x10001), negated = same ^ 0x80008000;
+          const uint32_t a[4] = {same, same, same, negated};
+#pragma unroll
+          for (int i = 0; i < Tile::kSteps; ++i) ptx::mma_16x8x16<T>(x[b][i], a, raw[2 * i], raw[2 * i + 1]);
+        });
+#pragma unroll
+        for (int step = 1; step < Tile::kSteps; step *= 2)
+#pragma unroll
+          for (int i = 0; i < Tile::kSteps; ++i) {
+            if (i & step) continue;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              const float low = x[b][i][k], high = x[b][i + step][k];
+              x[b][i][k] = low + high;
+              x[b][i + step][k] = low - high;
+            }
+          }
+      }
+      float inverse[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float top = 0, squares = 0;
+#pragma unroll
+        for (int i = 0; i < Tile::kBlocks * Tile::kSteps * 2; ++i)
+          top = fmaxf(top, fabsf(x[i / 2 / Tile::kSteps][i / 2 % Tile::kSteps][i % 2 * 2 + c]));
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+        const FloatUnit scaled(top * tbq4::kInvSqrtWidth<Tile::kWidth>);
+        inverse[c] = scaled.inverse * tbq4::kInvSqrtWidth<Tile::kWidth>;
+#pragma unroll
+        for (int i = 0; i < Tile::kBlocks * Tile::kSteps * 2; ++i) {
+          float& y = x[i / 2 / Tile::kSteps][i / 2 % Tile::kSteps][i % 2 * 2 + c];
+          y *= inverse[c];
+          squares = fmaf(y, y, squares);
+        }
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) squares += __shfl_xor_sync(~0u, squares, step);
+        factor[n][c] = scaled.unit * p.rule.factor * kLevelUnit<Tile::kWidth>;
+        const float length = sqrtf(squares) * (scaled.unit * fabsf(p.call.score.scale));
+        longest = longest >= length || longest != longest ? longest : length;  // a NaN stays
+      }
+#pragma unroll
+      for (int b = 0; b < Tile::kBlocks; ++b) {
+        uint32_t left[kWords];
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+          const float even = x[b][w / 2][w % 2 * 2], odd_one = x[b][w / 2][w % 2 * 2 + 1];
+          const uint32_t high = ptx::pack<Float16>(even, odd_one), flips = pair_signs(out, w);
+          left[w] = ptx::transpose_8x8(ptx::pack<Float16>(even - half_to_float(static_cast<uint16_t>(high)),
+                                                          odd_one - half_to_float(static_cast<uint16_t>(high >> 16)))) ^
+                    flips;
+          word[n][b][w] = ptx::transpose_8x8(high) ^ flips;
+        }
+#pragma unroll
+        for (int w = 0; w < kWords; w += 4)
+          store(rest + rest_at<D>((n * Tile::kBlocks + b) * kWords + w),
+                Vector<uint32_t, 4>{left[w], left[w + 1], left[w + 2], left[w + 3]});
+      }
+    }
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+      const float other = __shfl_xor_sync(~0u, longest, step);
+      longest = longest >= other || longest != longest ? longest : other;
+    }
+    reach = longest;
+  }
+  // The rests of the two words of step i.
+  static __device__ __forceinline__ Vector<uint32_t, 2> rest_of(const unsigned char* rest, int n, int b, int i) {
+    return load<Vector<uint32_t, 2>>(rest + rest_at<D>(((n * Tile::kBlocks + b) * kWords + 2 * i) & ~3) + i % 2 * 8);
+  }
+};
 
 }  // namespace flashq::cuda

@@ -1,111 +1,144 @@
-// Results of a segment: each warp parks its own, then they are merged, in the order of the warps.
+// What a warp has of a segment, on its way to memory, and the merge of what a cluster's warps have of an item. All of
+// it is still rotated.
 #pragma once
-#include "cuda/decode/finish.cuh"
-#include "cuda/tbq4_attention/queries.cuh"
+#include "cuda/decode/cluster_item.cuh"
+#include "cuda/tbq4_attention/rotation.cuh"
+#include "cuda/tbq4_attention/weights.cuh"
 
 namespace flashq::cuda {
 
-// What a lane has of a warp's rows 8 n + 2 t + c: weights are relative to 2^base, sums are its own keys' part.
-template <int kTiles> struct LaneStates {
-  float base[kTiles][2], sum[kTiles][2];
-
-  __device__ __forceinline__ LaneStates() {
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        base[n][c] = -kInf;
-        sum[n][c] = 0;
-      }
-  }
-
-  // Weights of a row are relative to 2^to from now on, those of the past too: acc[.][c] and [.][2 + c] are its sums.
-  template <int kAcc> __device__ __forceinline__ void move_base(int n, int c, float to, float (&acc)[kAcc][4]) {
-    const float shrink = ptx::exp2_approx(base[n][c] - to);
-    base[n][c] = to;
-    sum[n][c] *= shrink;
-#pragma unroll
-    for (int i = 0; i < kAcc; ++i) {
-      acc[i][c] *= shrink;
-      acc[i][2 + c] *= shrink;
-    }
-  }
-};
-
 // Sums over all lanes of a row, brought to [1, 2) by a power of two that moves to the base: both then lose nothing in
-// the logarithm. acc[n][i] has dims 2 i, 2 i + 1 of the lane's in [c] and [2 + c]; `unit` multiplies it.
-template <int D, int kTiles, int kAcc>
-__device__ __forceinline__ void park(unsigned char* shared, const SharedPlan& at, int warp, int rows,
-                                     LaneStates<kTiles>& state, const float (&acc)[kTiles][kAcc][4], float unit) {
+// the logarithm. acc[n][i] has dims 2 i, 2 i + 1 of the lane's in [c] and [2 + c]; `unit` multiplies it. Calls
+// state(row, its state) in one lane, and values(row, column, four) for each four columns.
+template <int D, int kTiles, int kAcc, class State, class Values>
+__device__ __forceinline__ void write_results(int rows, const LaneStates<kTiles>& of,
+                                              const float (&acc)[kTiles][kAcc][4], float unit, State state,
+                                              Values values) {
   using Tile = CodeTile<D>;
   constexpr int kLaneDims = Tile::kWidth / 8;  // of a block
-  const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+  const int lane = ptx::fresh_lane(), g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int n = 0; n < kTiles; ++n)
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int row = 8 * n + 2 * t + c;
-      float sum = state.sum[n][c];
+      float sum = of.sum[n][c];
 #pragma unroll
       for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
       if (row >= rows) continue;
       const int exponent = min_of(max_of(static_cast<int>(bits_of(sum) >> 23 & 255) - 127, -125), 125);
-      const float shrink = float_of(static_cast<uint32_t>(127 - exponent) << 23);
-      if (g == 0)
-        reinterpret_cast<SoftmaxState<Binary>*>(
-            shared + at.states)[warp * rows + row] = {state.base[n][c] + static_cast<float>(exponent), sum * shrink};
-      const float factor = shrink * unit;
+      const float shrink = float_of(static_cast<uint32_t>(127 - exponent) << 23), factor = shrink * unit;
+      if (g == 0) state(row, SoftmaxState<Binary>{of.base[n][c] + static_cast<float>(exponent), sum * shrink});
 #pragma unroll
       for (int i = 0; i < kAcc; i += 2) {
         const int block = 2 * i / kLaneDims, column = block * Tile::kWidth + g * kLaneDims + 2 * i % kLaneDims;
-        *parked_at<D>(shared, at.parked, warp * rows + row, row,
-                      column) = {acc[n][i][c] * factor, acc[n][i][2 + c] * factor, acc[n][i + 1][c] * factor,
-                                 acc[n][i + 1][2 + c] * factor};
+        values(row, column,
+               float4{acc[n][i][c] * factor, acc[n][i][2 + c] * factor, acc[n][i + 1][c] * factor,
+                      acc[n][i + 1][2 + c] * factor});
       }
     }
 }
 
-// Merges the parked results of the warps, all at once, in their order, and calls finish(row, column, state, 8 values).
-// `rotated`: they still have to be rotated back.
-template <int D, int kTiles, class Finish>
-__device__ __forceinline__ void merge_parked(unsigned char* shared, const SharedPlan& at, int rows, bool rotated,
-                                             Finish finish) {
-  using Tile = CodeTile<D>;
-  using Lanes = BlockLanes<Tile::kWidth>;
-  constexpr int kUnits = 32 / Lanes::kLanes;  // of a warp: blocks of rows
-  const Lanes lanes;
-  const int warps = static_cast<int>(blockDim.x) / 32, step = static_cast<int>(blockDim.x) / Lanes::kLanes;
-  const int units = (rows * Tile::kBlocks + kUnits - 1) / kUnits * kUnits;
-  const auto* states = reinterpret_cast<const SoftmaxState<Binary>*>(shared + at.states);
+// Where warps park the results of an item, in place of their rings: (rows, D) floats each, chunks of columns exchanged
+// so that fragments are written without bank conflicts.
+template <int D> class ParkedCodes {
+ public:
+  __device__ __forceinline__ ParkedCodes(const CodeParams& p, unsigned char* shared)
+      : rings_(shared + kPairTableBytes),
+        ring_bytes_(kCodeStages * 2 * CodeTile<D>::kBytes),
+        rows_(p.rows),
+        states_(reinterpret_cast<SoftmaxState<Binary>*>(shared + p.at.states)) {}
+
+  // Four columns from `column` on.
+  __device__ __forceinline__ float4& values(int warp, int row, int column) const {
+    auto* own = reinterpret_cast<float4*>(rings_ + warp * ring_bytes_);
+    return own[(row * (D / 4) + column / 4) ^ (row >> 1 & 3)];
+  }
+  __device__ __forceinline__ SoftmaxState<Binary>& state(int warp, int row) const {
+    return states_[warp * rows_ + row];
+  }
+
+ private:
+  unsigned char* rings_;
+  int ring_bytes_, rows_;
+  SoftmaxState<Binary>* states_;
+};
+
+// Merges the parked results of a cluster and writes out and lse; all of its threads call it. `parked` are this CTA's,
+// of `warps` warps.
+template <int D> __device__ __forceinline__ void merge_parked(const CodeParams& p, const Segment& segment,
+                                                              const ItemRows& item, const ParkedCodes<D>& parked,
+                                                              int warps, int rank) {
+  constexpr int kWidth = CodeTile<D>::kWidth, kQuarter = D / 4;
+  const int ctas = p.cluster_ctas, columns = item.rows * kQuarter;
+  const auto thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int own = static_cast<int>(blockDim.x) / 32;  // the place of this CTA's states
+  const auto finish = [&](int row, int column, const RowPart& sum) {
+    if (row < item.rows) finish_part(p.call, p.split, segment, item, row, column, sum);
+  };
+  __syncthreads();
 #pragma unroll 1
-  for (int unit = static_cast<int>(threadIdx.x) / Lanes::kLanes; unit < units; unit += step) {
-    const int wanted = unit / Tile::kBlocks, row = min_of(wanted, rows - 1);
-    const int column = unit % Tile::kBlocks * Tile::kWidth + lanes.lane() * 8;
-    SoftmaxState<Binary> state;
+  for (int base = 0; base < columns; base += threads) {
+    const int i = base + thread, wanted = i / kQuarter, row = min_of(wanted, item.rows - 1), column = i % kQuarter * 4;
+    RowPart sum;
 #pragma unroll 4
-    for (int warp = 0; warp < warps; ++warp) state.max = fmaxf(state.max, states[warp * rows + row].max);
-    float x[8] = {};
+    for (int warp = 0; warp < warps; ++warp) sum.state.max = fmaxf(sum.state.max, parked.state(warp, row).max);
 #pragma unroll 4
     for (int warp = 0; warp < warps; ++warp) {
-      const int result = warp * rows + row;
-      const SoftmaxState<Binary> part = states[result];
+      const SoftmaxState<Binary> part = parked.state(warp, row);
       if (part.empty()) continue;  // whatever its sums hold
-      const float weight = exp2f(part.max - state.max);
-      state.sum += weight * part.sum;
-      const float4 o[2] = {*parked_at<D>(shared, at.parked, result, row, column),
-                           *parked_at<D>(shared, at.parked, result, row, column + 4)};
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        x[4 * i] = fmaf(weight, o[i].x, x[4 * i]);
-        x[4 * i + 1] = fmaf(weight, o[i].y, x[4 * i + 1]);
-        x[4 * i + 2] = fmaf(weight, o[i].z, x[4 * i + 2]);
-        x[4 * i + 3] = fmaf(weight, o[i].w, x[4 * i + 3]);
-      }
+      const float weight = exp2f(part.max - sum.state.max);
+      const float4 o = parked.values(warp, row, column);
+      sum.state.sum += weight * part.sum;
+      sum.o = {fmaf(weight, o.x, sum.o.x), fmaf(weight, o.y, sum.o.y), fmaf(weight, o.z, sum.o.z),
+               fmaf(weight, o.w, sum.o.w)};
     }
-    if (rotated) lanes.template rotate<true>(x);
-    __syncwarp();  // finish() may overwrite what other lanes have read
-    if (wanted < rows) finish(row, column, state, x);
+    if (ctas == 1) {
+      rotate_fours<kWidth, true>(sum.o);
+      finish(wanted, column, sum);
+    } else if (wanted < item.rows) {
+      parked.values(0, row, column) = sum.o;
+      if (column == 0) parked.state(own, row) = sum.state;
+    }
   }
+  if (ctas == 1) return;
+  ptx::sync_cluster();
+  // A warp finishes 128 columns.
+#pragma unroll 1
+  for (int unit = rank + thread / 32 * ctas; unit * 32 < columns; unit += own * ctas) {
+    const int i = unit * 32 + thread % 32, wanted = i / kQuarter, row = min_of(wanted, item.rows - 1);
+    const int column = i % kQuarter * 4;
+    const uint32_t values_at = ptx::shared_address(&parked.values(0, row, column));
+    // Lane k of 16 has CTA k's state of their row.
+    float state[2];
+    ptx::load_from_block(state, ptx::shared_address(&parked.state(own, row)), thread & (ctas - 1));
+    RowPart sum;
+    sum.state.max = state[0];
+#pragma unroll
+    for (int step = 1; step < 16; step *= 2) {
+      const float other = __shfl_xor_sync(~0u, sum.state.max, step);
+      if (step < ctas) sum.state.max = fmaxf(sum.state.max, other);
+    }
+    const float weight = merge_weight(SoftmaxState<Binary>{state[0], state[1]}, sum.state.max);
+    sum.state.sum = weight * state[1];
+#pragma unroll 8
+    for (int k = 0; k < ctas; ++k) {
+      float o[4];
+      ptx::load_from_block(o, values_at, k);
+      const float part = __shfl_sync(~0u, weight, (thread & 16) | k);
+      if (part == 0) continue;  // NaN weighs NaN
+      sum.o = {fmaf(part, o[0], sum.o.x), fmaf(part, o[1], sum.o.y), fmaf(part, o[2], sum.o.z),
+               fmaf(part, o[3], sum.o.w)};
+    }
+#pragma unroll
+    for (int step = 1; step < 16; step *= 2) {
+      const float other = __shfl_xor_sync(~0u, sum.state.sum, step);
+      if (step < ctas) sum.state.sum += other;
+    }
+    rotate_fours<kWidth, true>(sum.o);
+    finish(wanted, column, sum);
+  }
+  ptx::sync_cluster();  // nobody reads a block's shared memory that has ended
 }
 
 }  // namespace flashq::cuda

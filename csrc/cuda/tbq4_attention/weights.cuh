@@ -3,16 +3,43 @@
 // One base serves both. It is raised, and everything so far shrunk, when p * norm_v would leave fp16 or p fp32, so the
 // largest product of a row, not the largest norm of a tile, decides what fp16 resolves.
 #pragma once
-#include "cuda/tbq4_attention/results.cuh"
+#include "cuda/ptx/math.cuh"
+#include "cuda/softmax_step.cuh"
 #include "cuda/tbq4_attention/tile.cuh"
 
 namespace flashq::cuda {
 
-inline constexpr float kMostWeight = 0x1p15f, kMostPower = 0x1p60f;
+inline constexpr uint32_t kMostWeight = 0x7800;  // fp16, 2^15
+inline constexpr float kMostPower = 0x1p60f;
 inline constexpr float kFreshWeight = 7;  // log2 of the largest weight after its row's base is raised: room for 2^8
 
-// D: of the tile. Scores [j][n][2 h + c] are of token 2 j + h of the lane's and of row 8 n + 2 t + c; they are divided
-// by factor[n][c]. Bit (token * kTiles + n) * 2 + c of `hidden`: the row does not read the token. norm: of the lane's
+// A row's state in a lane: weights are relative to 2^base, sums are its own keys' part.
+template <int kTiles> struct LaneStates {
+  float base[kTiles][2], sum[kTiles][2];  // of rows 8 n + 2 t + c
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; ++i) {
+      base[i / 2][i % 2] = -kInf;
+      sum[i / 2][i % 2] = 0;
+    }
+  }
+
+  // Weights of a row are relative to 2^to from now on, those of the past too: acc[.][c] and [.][2 + c] are its sums.
+  template <int kAcc> __device__ __forceinline__ void move_base(int n, int c, float to, float (&acc)[kAcc][4]) {
+    const float shrink = ptx::exp2_approx(base[n][c] - to);
+    base[n][c] = to;
+    sum[n][c] *= shrink;
+#pragma unroll
+    for (int i = 0; i < kAcc; ++i) {
+      acc[i][c] *= shrink;
+      acc[i][2 + c] *= shrink;
+    }
+  }
+};
+
+// D: of the tile. Scores [j][n][2 h + c] are of token 2 j + h of the lane's and of row 8 n + 2 t + c: times
+// factor[n][c]. Bit (token * kTiles + n) * 2 + c of `hidden`: the row does not read the token. norm: of the lane's
 // tokens and their blocks.
 template <int D, int kTiles> struct TileWeights {
   using Tile = CodeTile<D>;
@@ -22,49 +49,63 @@ template <int D, int kTiles> struct TileWeights {
   uint32_t packed[Tile::kProducts][kTiles][2];  // by h, two rows each: not transposed yet
   float sum[kTiles][2];                         // of the powers
 
-  // Whether a base has to be raised.
+  // Whether a base has to be raised. `clear`: no lane of the warp has a hidden token.
   __device__ __forceinline__ bool compute(const Scores& x, const float (&factor)[kTiles][2],
-                                          const float (&norm)[kNorms], uint32_t hidden,
+                                          const float (&norm)[kNorms], bool clear, uint32_t hidden,
                                           const LaneStates<kTiles>& state) {
-    float top = 0;
+    float power[Tile::kGroups][kTiles][4];
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n)
+    for (int j = 0; j < Tile::kGroups; ++j)
 #pragma unroll
-      for (int c = 0; c < 2; ++c) sum[n][c] = 0;
+      for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          power[j][n][i] = ptx::exp2_approx(fmaf(x[j][n][i], factor[n][i % 2], -state.base[n][i % 2]));
+    uint32_t shown = ~0u;  // weights may be NaN where their row does not read the token
+    if (!clear) [[unlikely]] {
+      shown = ~hidden;
+#pragma unroll
+      for (int j = 0; j < Tile::kGroups; ++j)
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            if (hidden >> (((2 * j + i / 2) * kTiles + n) * 2 + i % 2) & 1) power[j][n][i] = 0;
+    }
+    uint32_t top = 0;  // two halves
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) sum[n][0] = sum[n][1] = 0;
 #pragma unroll
     for (int j = 0; j < Tile::kGroups; ++j)
 #pragma unroll
       for (int n = 0; n < kTiles; ++n)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int token = 2 * j + h;
-          float power[2], weight[Tile::kBlocks][2];
+          const float (&two)[4] = power[j][n];
 #pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            power[c] = ptx::exp2_approx(fmaf(x[j][n][2 * h + c], factor[n][c], -state.base[n][c]));
+          for (int c = 0; c < 2; ++c) sum[n][c] += two[2 * h + c];
 #pragma unroll
-            for (int b = 0; b < Tile::kBlocks; ++b) weight[b][c] = power[c] * norm[token * Tile::kBlocks + b];
+          for (int b = 0; b < Tile::kBlocks; ++b) {
+            const float size = norm[(2 * j + h) * Tile::kBlocks + b];
+            uint32_t& both = packed[Tile::kBlocks == 2 ? b : j][n][h];
+            both = ptx::pack<Float16>(two[2 * h] * size, two[2 * h + 1] * size);
           }
-          if (hidden) {
-#pragma unroll
-            for (int c = 0; c < 2; ++c)
-              if (hidden >> ((token * kTiles + n) * 2 + c) & 1) {
-                power[c] = 0;
-#pragma unroll
-                for (int b = 0; b < Tile::kBlocks; ++b) weight[b][c] = 0;
-              }
-          }
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            sum[n][c] += power[c];
-#pragma unroll
-            for (int b = 0; b < Tile::kBlocks; ++b) top = fmaxf(top, fabsf(weight[b][c]));
-          }
-#pragma unroll
-          for (int b = 0; b < Tile::kBlocks; ++b)
-            packed[Tile::kBlocks == 2 ? b : j][n][h] = ptx::pack<Float16>(weight[b][0], weight[b][1]);
         }
-    bool raise = top > kMostWeight;
+    if (!clear) [[unlikely]] {
+#pragma unroll
+      for (int j = 0; j < Tile::kProducts; ++j)
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const uint32_t bits = shown >> (((Tile::kBlocks == 2 ? 0 : 2 * j) + h) * kTiles + n) * 2;
+            packed[j][n][h] &= (bits & 1 ? 0xffffu : 0) | (bits & 2 ? 0xffff0000u : 0);
+          }
+    }
+#pragma unroll
+    for (int i = 0; i < Tile::kProducts * kTiles * 2; ++i)
+      top = ptx::max_halves(top, packed[i / 2 / kTiles][i / 2 % kTiles][i % 2] & 0x7fff7fff);
+    bool raise = ((top + (0x7fff - kMostWeight) * 0x10001) & 0x80008000) != 0;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) raise |= fmaxf(sum[n][0], sum[n][1]) > kMostPower;
     return raise;

@@ -1,0 +1,161 @@
+// The second kernel of tbq4_attention: the partial results of each item, merged in split order, the keys of the exact
+// pool, and the rotation back.
+//
+// As in decode_merge.cu the plan is made once more from the lengths, and groups of threads fold runs of neighbouring
+// partials of a row; which run a partial belongs to depends on their number alone. A group is as many threads as a
+// block has fours of columns, so rotating is a matter of neighbouring lanes.
+#include "cuda/ptx/dependent_launch.cuh"
+#include "cuda/tbq4_attention/exact_tokens.cuh"
+#include "cuda/tbq4_attention/merge.h"
+#include "cuda/tbq4_attention/rotation.cuh"
+#include "cuda/tbq4_attention/slots.cuh"
+
+namespace flashq::cuda {
+namespace {
+
+constexpr int kMostThreads = 1024, kExactThreads = 512;  // of a block; the latter where there are exact tokens
+constexpr int kBatch = 5;                                // partials in flight of a thread
+constexpr int64_t kRun = 8;          // partials of a group: with more of them, more groups share a row
+constexpr int64_t kChunkGroups = 8;  // with kv_chunk: a row's bits must not depend on its batch mates
+constexpr int64_t kExactGroups = 8;  // at least, where there are exact tokens
+constexpr int64_t kMaxRowBlocks = 64;
+
+// Where the partials of an item lie, in split order: slots first, next, next + step, ...
+struct PartialList { int first, next, step, count; };
+
+__device__ __forceinline__ PartialList find_partials(const CodeParams& p, const Segment& segment, int total) {
+  const SplitConfig& c = p.split;
+  const int units = segment.sequence.units;
+  if (!segment.given()) return {};
+  if (c.unit_is_split) return {segment.item_base, segment.item_base + 1, 1, units};
+  const Shares shares(c, total);
+  const int first = segment.item_base + c.item_units, begin = shares.owner(first);
+  const int count = shares.owner(first + units - 1) - begin + 1;
+  if (count == 1) return {slot_of_whole(p.call, c, segment), 0, 0, 1};
+  return {2 * begin + (shares.begin(begin) < segment.item_base), 2 * (begin + 1), 2, count};
+}
+
+// The partials [begin, end) of a row's list, four columns from d on.
+__device__ __forceinline__ RowPart fold_partials(const Partials& partials, const PartialList& list, int begin, int end,
+                                                 int row, int d) {
+  RowPart sum;
+#pragma unroll 1
+  for (int k = begin; k < end; k += kBatch) {
+    RowPart part[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (k + j >= end) continue;
+      const int slot = k + j == 0 ? list.first : list.next + (k + j - 1) * list.step;
+      part[j].state = partials.state(slot, row);
+      part[j].o = *reinterpret_cast<const float4*>(partials.row(slot, row) + d);
+    }
+    float top = sum.state.max;
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) top = fmaxf(top, part[j].state.max);
+    const float shrink = merge_weight(sum.state, top);
+    sum.state = {top, sum.state.sum * shrink};
+    sum.o = {sum.o.x * shrink, sum.o.y * shrink, sum.o.z * shrink, sum.o.w * shrink};
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (part[j].state.empty()) continue;  // whatever its sums hold
+      const float weight = merge_weight(part[j].state, top);
+      const float4 o = part[j].o;
+      sum.state.sum = fmaf(weight, part[j].state.sum, sum.state.sum);
+      sum.o = {fmaf(weight, o.x, sum.o.x), fmaf(weight, o.y, sum.o.y), fmaf(weight, o.z, sum.o.z),
+               fmaf(weight, o.w, sum.o.w)};
+    }
+  }
+  return sum;
+}
+
+// gridDim (items at most, row blocks, blocks of a row). `groups` work on a row, a power of two of them; a block has
+// those of several rows, but of one where there are exact tokens.
+template <int D, bool kExact> __global__ void __launch_bounds__(kExact ? kExactThreads : kMostThreads, 1)
+    merge_codes_kernel(const __grid_constant__ CodeParams p, const int groups) {
+  constexpr int kWidth = CodeTile<D>::kWidth, kLanes = kWidth / 4;
+  __shared__ RowPart parts[kExact ? kExactThreads : kMostThreads];
+  ptx::allow_dependents();
+  int total = 0;
+  const Segment segment = plan_item(p.call, p.split, static_cast<int>(blockIdx.x), total);
+  const PartialList list = find_partials(p, segment, total);
+  if (list.count == 0) {
+    ptx::wait_for_primary();  // or this kernel might end before the one before it
+    return;
+  }
+  const ItemRows item(p.call, p.split, segment);
+  const int at = static_cast<int>(threadIdx.x) / kLanes, group = at & (groups - 1);
+  const int rows = divide_down(static_cast<int>(blockDim.x), kLanes * groups), own = divide_down(at, groups);
+  const int d = static_cast<int>(blockIdx.z) * kWidth + static_cast<int>(threadIdx.x) % kLanes * 4;
+  const int run = divide_down(list.count + groups - 1, groups), begin = group * run;
+  bool waited = false;
+#pragma unroll 1
+  for (int first = static_cast<int>(blockIdx.y) * rows; first < item.rows;
+       first += static_cast<int>(gridDim.y) * rows) {
+    const int row = min_of(first + own, item.rows - 1);
+    RowPart exact;
+    if constexpr (kExact) {
+      __shared__ float scores[kExactBatch];
+      const ExactTokens tokens(p, segment, p.split.group.quotient(item.first_row + row));
+#pragma unroll 1
+      for (int token = 0; token < tokens.count; token += kExactBatch) {
+        __syncthreads();
+        with_type(p.call.query.dtype,
+                  [&](auto type) { score_exact<decltype(type), D>(p, segment, item, row, tokens, token, scores); });
+        __syncthreads();
+        with_type(p.call.query.dtype, [&](auto type) {
+          exact.merge_with(weigh_exact<decltype(type)>(p, segment, item, tokens, token, group, groups, d, scores));
+        });
+      }
+      rotate_fours<kWidth, false>(exact.o);
+    }
+    if (!waited) ptx::wait_for_primary();
+    waited = true;
+    RowPart sum = fold_partials(p.partials, list, begin, min_of(list.count, begin + run), row, d);
+    if constexpr (kExact) sum.merge_with(exact);
+    // A tree over the groups of a row: neighbours first.
+#pragma unroll 1
+    for (int step = 1; step < groups; step *= 2) {
+      __syncthreads();
+      parts[threadIdx.x] = sum;
+      __syncthreads();
+      if ((group & (2 * step - 1)) == 0) sum.merge_with(parts[static_cast<int>(threadIdx.x) + step * kLanes]);
+    }
+    rotate_fours<kWidth, true>(sum.o);
+    if (group == 0 && first + own < item.rows) finish_part(p.call, p.split, segment, item, row, d, sum);
+  }
+  if (!waited) ptx::wait_for_primary();
+}
+
+template <int D> void launch_merge(const CodeParams& p, const Device& device, const Launch& launch) {
+  constexpr int64_t kLanes = CodeTile<D>::kWidth / 4;
+  const int64_t items = most_items(p.call.query, p.split.block_rows.value);
+  const int64_t most = (p.exact ? kExactThreads : kMostThreads) / kLanes;  // groups of a block
+  // Of the mean number of partials of an item, not that of the longest one.
+  const int64_t partials = p.split.unit_is_split ? 1 : ceil_div(p.split.workers, items) + 1;
+  int64_t groups = p.exact ? kExactGroups : 1;
+  while (groups < most && groups * kRun < partials) groups *= 2;
+  if (p.call.kv_chunk > 0) groups = kChunkGroups;
+  const int64_t rows = p.exact ? 1 : clamp(most / groups, 1, p.rows);
+  const int64_t threads = round_up(rows * groups * kLanes, 32);
+  const dim3 grid(static_cast<unsigned>(items), static_cast<unsigned>(min_of(ceil_div(p.rows, rows), kMaxRowBlocks)),
+                  static_cast<unsigned>(CodeTile<D>::kBlocks));
+  if (p.exact)
+    launch_overlapping(merge_codes_kernel<D, true>, grid, static_cast<int>(threads), 0, device, launch, p,
+                       static_cast<int>(groups));
+  else
+    launch_overlapping(merge_codes_kernel<D, false>, grid, static_cast<int>(threads), 0, device, launch, p,
+                       static_cast<int>(groups));
+}
+
+}  // namespace
+
+void launch_merge_codes(const CodeParams& p, const Device& device, const Launch& launch) {
+  if (p.call.query.head_dim == 64)
+    launch_merge<64>(p, device, launch);
+  else if (p.call.query.head_dim == 128)
+    launch_merge<128>(p, device, launch);
+  else
+    launch_merge<256>(p, device, launch);
+}
+
+}  // namespace flashq::cuda
