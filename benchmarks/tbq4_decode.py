@@ -36,6 +36,11 @@ class Shape(NamedTuple):
     exact: bool = False
     ragged: bool = False
 
+    @property
+    def is_continuation(self) -> bool:
+        """Whether arithmetic, not the read of the cache, takes the time."""
+        return self.q_len > 16
+
     def name(self) -> str:
         more = f" q{self.q_len}" * (self.q_len > 1) + f" pages of {self.page_size}" * (self.page_size != PAGE_SIZE)
         more += " offsets" * self.offsets + " 4 + 64 exact" * self.exact + " ragged" * self.ragged
@@ -62,6 +67,10 @@ SHAPES = (
     Shape(16, 32, 8, 16384, 128, q_len=2),
     Shape(16, 32, 8, 16384, 128, q_len=4),
     Shape(1, 32, 8, 33280, 128, q_len=512),
+    Shape(1, 32, 8, 36864, 128, q_len=4096),
+    Shape(1, 32, 8, 33280, 128, q_len=512, offsets=True, exact=True),
+    Shape(1, 24, 4, 33280, 256, q_len=512),
+    Shape(1, 9, 3, 33280, 64, q_len=512),
 )
 
 
@@ -95,8 +104,9 @@ def _table(shape: Shape, generator: torch.Generator) -> tuple[int, Tensor]:
 def _exact_pool(shape: Shape, random: Callable[..., Tensor]) -> dict[str, Any]:
     """Pages for the first and the last tokens of every sequence."""
     kept = torch.full((shape.batch, shape.tokens // shape.page_size), -1, device="cuda", dtype=torch.int32)
-    pool = torch.arange(3 * shape.batch, device="cuda", dtype=torch.int32).view(shape.batch, 3)
-    kept[:, :1], kept[:, -2:] = pool[:, :1], pool[:, 1:]
+    recent = -(-(64 + shape.q_len) // shape.page_size) + 1
+    pool = torch.arange((1 + recent) * shape.batch, device="cuda", dtype=torch.int32).view(shape.batch, -1)
+    kept[:, :1], kept[:, -recent:] = pool[:, :1], pool[:, 1:]
     rows = [random(pool.numel(), shape.page_size, shape.kv_heads, shape.head_dim) for _ in "kv"]
     return {"exact_k": rows[0], "exact_v": rows[1], "exact_block_table": kept, "exact_first": 4, "exact_last": 64}
 
@@ -134,13 +144,16 @@ def _contenders(shape: Shape, index: int) -> dict[str, Call]:
     caches = [random(pages, shape.page_size, shape.kv_heads, dim) for _ in "kv"]
     calls["flashq decode bf16"] = lambda: torch.ops.flashq.decode(q, *caches, seqlens, table)
 
-    def dequantize_first() -> Tensor:
-        decoded = [
+    def dequantize() -> list[Tensor]:
+        return [
             flashq.tbq4_dequantize(codes, norms, dtype=DTYPE).transpose(1, 2)
             for codes, norms in (planes[:2], planes[2:])
         ]
-        return torch.ops.flashq.decode(q, *decoded, seqlens, table)[0]
 
+    def dequantize_first() -> Tensor:
+        return torch.ops.flashq.decode(q, *dequantize(), seqlens, table)[0]
+
+    calls["tbq4_dequantize alone"] = dequantize
     calls["tbq4_dequantize, then decode bf16"] = dequantize_first
     if shape.ragged or shape.q_len > 1:
         return calls
@@ -158,8 +171,12 @@ def _contenders(shape: Shape, index: int) -> dict[str, Call]:
 
 
 def _prepare(shape: Shape) -> GpuSetup:
-    work = _read_bytes(shape, 4)
-    return GpuSetup(partial(_contenders, shape), work, work, "read")
+    read = _read_bytes(shape, 4)
+    if shape.is_continuation:
+        position = torch.arange(shape.tokens - shape.q_len, shape.tokens)
+        work = 4.0 * shape.batch * shape.head_dim * shape.q_heads * int((position + 1).sum())
+        return GpuSetup(partial(_contenders, shape), work, read, "matmul")
+    return GpuSetup(partial(_contenders, shape), read, read, "read")
 
 
 # --- a decode step of all layers --------------------------------------------------------------------------------------
@@ -209,7 +226,9 @@ def cases(quick: bool = False) -> list[Case[GpuSetup]]:
     if quick:
         small = [x._replace(batch=min(x.batch, 2), tokens=min(x.tokens, 1024), q_len=min(x.q_len, 64)) for x in SHAPES]
         shapes = tuple(dict.fromkeys(small))
-    rows = [Case("tbq4", shape.name(), "GB/s", partial(_prepare, shape)) for shape in shapes]
+    suites = (("tbq4", "GB/s"), ("tbq4 continuation", "TFLOP/s"))
+    named = [(*suites[x.is_continuation], x) for x in shapes]
+    rows = [Case(suite, x.name(), unit, partial(_prepare, x)) for suite, unit, x in named]
     step, layers = (STEP_SHAPE._replace(tokens=1024), 2) if quick else (STEP_SHAPE, STEP_LAYERS)
     name = f"a step of {layers} layers: rotary embedding, append, attention {step.name()}"
     return [*rows, Case("tbq4", name, "GB/s", partial(_prepare_step, step, layers))]

@@ -8,6 +8,7 @@
 #include "cuda/tbq4_attention/merge.h"
 #include "cuda/tbq4_attention/shared.cuh"
 #include "cuda/tbq4_attention/slots.cuh"
+#include "cuda/tbq4_prefill/launch.h"
 
 namespace flashq::cuda {
 namespace {
@@ -125,13 +126,16 @@ Status refuse(const char* argument, const char* expected, int64_t got) {
 int64_t attention_tbq4_scratch_bytes(const AttentionTbq4Params& p, int32_t) {
   if (p.query.total_tokens == 0 || p.query.q_heads == 0) return 0;
   // The device is not known here: enough for the most multiprocessors and warps.
-  return CodePartials(p, split_config(p, kMaxCtas * most_code_warps(p.query.head_dim, row_tiles(p)), false)).end;
+  const int64_t partials =
+      CodePartials(p, split_config(p, kMaxCtas * most_code_warps(p.query.head_dim, row_tiles(p)), false)).end;
+  return tbq4_prefill_wants(p) ? max_of(partials, tbq4_prefill_scratch_bytes(p)) : partials;
 }
 
 Status tbq4_attention(const AttentionTbq4Params& p, const Launch& launch) {
   Device device{};
   if (const Status status = enter(launch, device); !status.ok()) return status;
   if (p.query.total_tokens == 0 || p.query.q_heads == 0) return {};
+  if (tbq4_prefill_wants(p) && tbq4_prefill_takes(p, device)) return tbq4_prefill(p, device, launch);
   const Tbq4View& kv = p.kv;
   if (kv_capacity(kv) > kMostTokens)
     return refuse("block_table", "room for less than 2^31 - 4095 tokens a sequence", kv_capacity(kv));

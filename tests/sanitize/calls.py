@@ -186,7 +186,7 @@ def tbq4_attention() -> Iterator[Call]:
     """Pages that 16-byte copies can read and others, few rows and many, all there is and nothing of it, short and
     split."""
     for head_dim, page_size, q_len, length, more in product(
-        (64, 128, 256), (16, 7), (1, 9), (131, 1900), (False, True)
+        (64, 128, 256), (16, 7), (1, 9, 256), (131, 1900), (False, True)
     ):
         pages, dtype = -(-length // page_size), DTYPES[1 + more]
         k, v = (_random(pages, page_size, 2, head_dim, dtype=dtype) for _ in "kv")

@@ -1,0 +1,51 @@
+// The kernels of one head dim.
+#pragma once
+#include "cuda/launch_overlapped.h"
+#include "cuda/opt_in.h"
+#include "cuda/ptx/warpgroup.cuh"
+#include "cuda/tbq4_prefill/consumer.cuh"
+#include "cuda/tbq4_prefill/launch.h"
+#include "cuda/tbq4_prefill/producer.cuh"
+
+namespace flashq::cuda::tbq4_sm90 {
+namespace {
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1) prefill_kernel(const __grid_constant__ Params p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) uint8_t dynamic[];
+  auto& shared = *reinterpret_cast<typename C::SharedMemory*>(dynamic);
+  ptx::allow_dependents();
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensor_map(p.q);
+    shared.init_barriers();
+    ptx::publish_barriers();
+  }
+  fill_pairs(shared.pairs);
+  __syncthreads();
+  ptx::wait_for_primary();
+  if (threadIdx.x < 128) {
+    ptx::give_registers<C::kProducerRegisters>();
+    CodeProducer<C>(p, shared).run();
+  } else {
+    ptx::take_registers<C::kConsumerRegisters>();
+    Consumer<C>(p, shared).run();
+  }
+#else
+  __trap();  // never launched
+#endif
+}
+
+template <class C> void start(const Params& p, unsigned blocks, const Launch& where) {
+  constexpr int kSharedBytes = sizeof(typename C::SharedMemory);
+  opt_in<prefill_kernel<C>>(where.device, kSharedBytes);
+  launch_overlapped(prefill_kernel<C>, blocks, C::kThreads, kSharedBytes, static_cast<cudaStream_t>(where.stream), p);
+}
+
+}  // namespace
+
+template <int kDim> void launch_prefill(const Params& p, unsigned blocks, const Launch& where) {
+  p.call.kv.k_offsets ? start<Traits<kDim, true>>(p, blocks, where) : start<Traits<kDim, false>>(p, blocks, where);
+}
+
+}  // namespace flashq::cuda::tbq4_sm90

@@ -1,0 +1,202 @@
+// Shapes, shared memory, barriers and parameters of tbq4_attention for many rows on Hopper.
+#pragma once
+#include "core/tbq4/codebook.h"
+#include "cuda/prefill_sm90/schedule.cuh"
+#include "cuda/softmax_step.cuh"
+#include "cuda/vector.cuh"
+
+namespace flashq::cuda::tbq4_sm90 {
+
+using sm90::Keys;
+using sm90::Schedule;
+using sm90::Tile;
+
+// Of a query row (token, head) as prepare_queries.cuh leaves it.
+struct RowFactors {
+  float scores;   // from products of q's fp16 part to scores in base 2 (before
+                  // the cap), without norms
+  float offsets;  // the same for the raw query
+};
+struct RowScale {
+  RowFactors factors;
+  float reach;  // length(q) * scale
+};
+
+inline constexpr int kTileRows = 128;  // query rows of a CTA at a time
+
+// A table of 256 pairs of fp16 levels, one copy for each lane.
+inline constexpr int kPairs = 256;
+
+// Flags of a tile of keys.
+inline constexpr uint32_t kLast = 1;         // of the tile of rows
+inline constexpr uint32_t kExact = 2;        // of the exact pool
+inline constexpr uint32_t kCoarse = 4;       // the query's fp16 part is not enough: add the rest of it
+inline constexpr uint32_t kRest = 8;         // the K buffer holds what fp16 left of the keys, the next one the keys
+inline constexpr uint32_t kPoison = 32;      // the norm of some value is NaN
+inline constexpr uint32_t kIncomplete = 16;  // some of the keys are on no page
+
+// What is known of the tile in a K buffer. A thread's columns 8 j + 2 t + e are neighbours here, at 2 j + e of row t,
+// rows are padded against bank conflicts.
+template <int kTileK> struct alignas(16) KeyTile {
+  static constexpr int kRow = kTileK / 4 + (kTileK == 112 ? 8 : 4);
+  float k_norm[4][kRow], v_norm[4][kRow];
+  float v_top[4];     // log2 of the largest v_norm, by producer warp
+  uint32_t there[4];  // by t: bit 2 j + e, the key is on a page, and read as
+                      // codes by some row
+  uint32_t held[4];   // the exact pool has the key
+  int first;          // its first key
+  uint32_t flags;
+};
+
+// What a consumer warp knows of its rows' keys: those that all of them read as codes, and whether some are on no page.
+struct WarpKeys {
+  Keys clear;
+  bool missing;
+};
+
+// A position in a ring of kSize buffers, a power of two.
+template <int kSize> struct RingPosition {
+  uint32_t count;
+
+  __device__ __forceinline__ int at() const { return static_cast<int>(count % kSize); }
+  __device__ __forceinline__ uint32_t parity() const { return count / kSize % 2; }
+};
+
+// Positions in the rings of K buffers and of what is known of them, in one register; they wrap at 2^16. Every tile of
+// keys has one V, but K may take two buffers.
+template <int kStages, int kVStages, int kInfoStages> class RingPositions {
+ public:
+  __device__ __forceinline__ RingPosition<kStages> k() const { return {counts_}; }
+  __device__ __forceinline__ RingPosition<kInfoStages> info() const { return {counts_ >> 16}; }
+  // Of the tile so many before the next one of info().
+  __device__ __forceinline__ RingPosition<kVStages> v(uint32_t before) const { return {(counts_ >> 16) - before}; }
+  __device__ __forceinline__ void advance_k() { counts_ = (counts_ & 0xffff0000) | (counts_ + 1 & 0xffff); }
+  __device__ __forceinline__ void advance_info() { counts_ += 0x10000; }
+
+ private:
+  uint32_t counts_ = 0;  // K, then the others
+};
+
+// A position in the ring of two tiles of rows, and the parity of their Q, which tiles without keys do not have.
+class TilePosition {
+ public:
+  __device__ __forceinline__ int at() const { return static_cast<int>(state_ & 1); }
+  __device__ __forceinline__ uint32_t parity() const { return state_ >> 1 & 1; }
+  __device__ __forceinline__ uint32_t q_parity() const { return state_ >> 2; }
+  __device__ __forceinline__ void advance() { state_ = (state_ & 4) | (state_ + 1 & 3); }
+  __device__ __forceinline__ void advance_q() { state_ ^= 4; }
+
+ private:
+  uint32_t state_ = 0;
+};
+
+template <int kDim_, bool kOffsets_> struct Traits {
+  static constexpr int kDim = kDim_;
+  static constexpr bool kOffsets = kOffsets_;  // the raw queries are in shared memory too
+  static constexpr int kWidth = tbq4::block_width(kDim), kBlocks = kDim / kWidth;
+
+  // Warpgroup 0 produces, the others consume 64 rows each.
+  static constexpr int kConsumers = 2, kRows = 64, kTileQ = kRows * kConsumers, kThreads = 128 * (kConsumers + 1);
+  static_assert(kTileQ == kTileRows);
+  // Keys: what fits shared memory.
+  static constexpr int kTileK = kDim == 64 ? 128 : kDim == 128 ? 112 : 32;
+  static constexpr int kGroups = kTileK / 16;  // of 16 keys, which lie on one page
+  static constexpr int kBoxes = kDim / 64;
+  static constexpr int kStages = 2, kVStages = kDim == 256 && kOffsets ? 1 : 2, kInfoStages = 4;
+  static constexpr int kTileSlots = 2;
+  static constexpr int kProducerRegisters = 120, kConsumerRegisters = 192;
+
+  // Keys of a lane of a producer: what it looks up, and whose norms it reads.
+  static constexpr int kLaneKeys = kTileK > 64 ? 4 : kTileK / 32;
+  // Keys of a producer warp: those that it expands, in units of 16 bytes of codes a lane.
+  static constexpr int kWarpKeys = kTileK >= 64 ? (kGroups + 3) / 4 * 16 : 8;
+  static constexpr int kUnits = kWarpKeys * kDim / 2 / 512;
+
+  // length(q) * norm(k) * scale from which on queries, and from which on keys, have a second fp16 part. 2 sqrt(kDim):
+  // where query and key are parallel, rounding the query moves their score by 7e-4 (standard deviation). Of head dim
+  // 256 keys are products with norms, rounded like queries.
+  static constexpr float kReachOfQuery = kDim == 64 ? 16 : kDim == 128 ? 22.6f : 32;
+  static constexpr float kReachOfKeys = kBlocks == 2 ? 40 : 300;
+
+  using Rings = RingPositions<kStages, kVStages, kInfoStages>;
+
+  struct SharedMemory {
+    using Box = uint16_t[64];
+    alignas(1024) Box q[kConsumers][kBoxes][kRows];
+    alignas(1024) Box k[kStages][kBoxes][kTileK];
+    alignas(1024) Box v[kVStages][kBoxes][kTileK];
+    alignas(1024) Box raw_q[kOffsets ? kConsumers : 0][kBoxes][kRows];
+    alignas(1024) Box offsets[kOffsets ? kStages : 0][kBoxes][8];  // of the pages of groups of 16 keys
+    alignas(1024) uint32_t pairs[kPairs][32];
+    KeyTile<kTileK> info[kInfoStages];
+    ptx::Barrier q_full[kConsumers], q_empty[kConsumers];
+    ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kVStages], v_empty[kVStages], info_empty[kInfoStages];
+    ptx::Barrier tile_full[kTileSlots], tile_empty[kTileSlots];
+    Tile tile[kTileSlots];
+    RowFactors row_factors[kTileQ];
+    WarpKeys warp_keys[4 * kConsumers];  // of consumers
+
+    __device__ void init_barriers() {
+      for (int i = 0; i < kConsumers; ++i) {
+        q_full[i].init(1);
+        q_empty[i].init(4);
+      }
+      for (int i = 0; i < kStages; ++i) {
+        k_full[i].init(4);
+        k_empty[i].init(4 * kConsumers);
+      }
+      for (int i = 0; i < kVStages; ++i) {
+        v_full[i].init(4);
+        v_empty[i].init(4 * kConsumers);
+      }
+      for (ptx::Barrier& barrier : info_empty) barrier.init(4 * kConsumers);
+      for (int i = 0; i < kTileSlots; ++i) {
+        tile_full[i].init(1);
+        tile_empty[i].init(4 * kConsumers + 4);
+      }
+    }
+  };
+  static_assert(168 * kThreads >= 128 * (kProducerRegisters + kConsumers * kConsumerRegisters));
+  static_assert(sizeof(SharedMemory) <= sm90::kMostShared);
+
+  // Named barriers (0 is __syncthreads).
+  static FLASHQ_HD constexpr int turn_barrier(int consumer) { return 1 + consumer; }
+};
+
+struct Params {
+  CUtensorMap q, raw_q;  // in the call's scratch: (token, head, column), fp16,
+                         // rotated and raw
+  Schedule schedule;
+  AttentionTbq4Params call;
+  ScoreRule rule;
+  Divisor page_size;
+  const RowScale* rows;              // (token, head)
+  const uint16_t* q_rest;            // (token, head, column): what fp16 left of the rotated query
+  float *partial_out, *partial_lse;  // of splits: (split, token, head, column)
+                                     // and without the column
+  bool wide_offsets, wide_exact;     // 16-byte loads reach them
+  bool exact;                        // some keys may be read from the exact pool
+  bool general;                      // a score is more than a product times a positive factor
+};
+
+// A query's number in the order of the scratch.
+__device__ __forceinline__ int64_t row_of(const Params& p, const Tile& tile, int query, int head) {
+  return (int64_t{tile.batch} * p.schedule.q_len + tile.q_begin + query) * p.call.query.q_heads + head;
+}
+
+// Keys that a query reads exactly: below lead_end, and from recent_begin() on.
+struct ExactKeys {
+  int lead_end, last, position;
+
+  __device__ __forceinline__ ExactKeys(const Params& p, const Tile& tile) {
+    const auto within = [](int64_t x) { return static_cast<int>(min_of<int64_t>(x, sm90::kWide)); };
+    lead_end = p.exact ? min(tile.kv_len, tile.kv_start + within(p.call.kv.exact_first)) : 0;
+    last = p.exact ? within(p.call.kv.exact_last) : 0;
+    position = tile.kv_len - tile.q_len;
+  }
+  __device__ __forceinline__ int recent_begin(int query) const {
+    return last > 0 ? position + query - last + 1 : sm90::kWide;
+  }
+};
+
+}  // namespace flashq::cuda::tbq4_sm90

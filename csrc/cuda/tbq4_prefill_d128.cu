@@ -1,0 +1,8 @@
+// The kernels of tbq4_attention for many rows, head dim 128.
+#include "cuda/tbq4_prefill/kernel.cuh"
+
+namespace flashq::cuda::tbq4_sm90 {
+
+template void launch_prefill<128>(const Params&, unsigned blocks, const Launch&);
+
+}  // namespace flashq::cuda::tbq4_sm90
