@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,21 @@ def test_exit_code(own: str, planted: str, code: int, tmp_path: Path, monkeypatc
     monkeypatch.setattr(runner, "build_control", lambda folder: "control")
     assert runner.main(["--tools", "racecheck", "--logs", str(tmp_path / "logs")]) == code
     assert (tmp_path / "logs/racecheck.txt").read_text() == own + planted
+
+
+def test_a_tool_out_of_time_leaves_nothing_running(tmp_path: Path) -> None:
+    tool = tmp_path / "compute-sanitizer"  # it starts its program and waits, as the real one
+    tool.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {tmp_path}/program\nwait\n")
+    tool.chmod(0o755)
+    outcome = runner.sanitize(str(tool), "memcheck", [], runner.DONE, 0.5, [])
+    assert not outcome.passed
+    assert "not done after" in outcome.problem
+    program = Path("/proc", (tmp_path / "program").read_text().strip(), "stat")
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # or it is a zombie that nobody has waited for
+        end = time.monotonic() + 10
+        while (state := program.read_text().rsplit(")", 1)[1].split()[0]) != "Z":
+            assert time.monotonic() < end, state
+            time.sleep(0.01)
 
 
 def test_no_sanitizer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

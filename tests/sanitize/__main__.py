@@ -7,9 +7,11 @@ machine refuses to run counts as not passed, with the reason.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -76,26 +78,42 @@ def find(name: str, *more: str) -> str | None:
     return shutil.which(name) or next(filter(None, (shutil.which(name, path=place) for place in places)), None)
 
 
-def sanitize(sanitizer: str, tool: str, program: Sequence[str], done: re.Pattern[str], timeout: float) -> Outcome:
-    """Run the program under the tool."""
+def end(process: subprocess.Popen[str]) -> None:
+    """End a process and what it started: killed alone, compute-sanitizer leaves its program running."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def sanitize(
+    sanitizer: str,
+    tool: str,
+    program: Sequence[str],
+    done: re.Pattern[str],
+    timeout: float,
+    running: list[subprocess.Popen[str]],
+) -> Outcome:
+    """Run the program under the tool, in a process group of its own. `running` is told of it."""
     # Without its cache torch's tensors are allocations of their own, whose ends memcheck knows. The kernel that checks
     # index tensors is to run, too.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "FLASHQ_CHECK": "1"}
     command = [sanitizer, "--tool", tool, *TOOLS[tool], *program]
     start = time.perf_counter()
-    try:
-        ran = subprocess.run(
-            command,
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=timeout,
-            cwd=ROOT,
-        )
-    except subprocess.TimeoutExpired:
-        return Outcome(None, f"not done after {timeout:.0f} s", timeout)
-    outcome = read_output(ran.stdout, ran.returncode, done.search(ran.stdout) is not None)
+    with subprocess.Popen(
+        command,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=ROOT,
+        start_new_session=True,
+    ) as process:
+        running.append(process)
+        try:
+            output = process.communicate(timeout=timeout)[0]
+        except subprocess.TimeoutExpired:
+            end(process)
+            return Outcome(None, f"not done after {timeout:.0f} s", timeout)
+    outcome = read_output(output, process.returncode, done.search(output) is not None)
     outcome.seconds = time.perf_counter() - start
     return outcome
 
@@ -156,16 +174,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"sanitize: {error}: NOT PASSED", markup=False)
             return 2
         calls = [sys.executable, "-m", "tests.sanitize.calls", options.ops]
+        running: list[subprocess.Popen[str]] = []
 
         def run_tool(tool: str) -> tuple[Outcome, Outcome]:
-            own = sanitize(sanitizer, tool, calls, DONE, options.timeout)
-            planted = sanitize(sanitizer, tool, [control, tool], re.compile("control: "), options.timeout)
+            own = sanitize(sanitizer, tool, calls, DONE, options.timeout, running)
+            control_done = re.compile("control: ")
+            planted = sanitize(sanitizer, tool, [control, tool], control_done, options.timeout, running)
             console.print(f"{tool}: {describe(own)}, {own.seconds + planted.seconds:.0f} s", highlight=False)
             return own, planted
 
         # Each tool spends most of its time in a thread of the host: together they take as long as the slowest.
         with ThreadPoolExecutor(len(options.tools)) as pool:
-            rows = dict(zip(options.tools, pool.map(run_tool, options.tools), strict=True))
+            try:
+                rows = dict(zip(options.tools, pool.map(run_tool, options.tools), strict=True))
+            except BaseException:  # Ctrl-C: the threads wait for their programs
+                for process in running:
+                    end(process)
+                raise
     for tool, (own, planted) in rows.items():
         if options.logs:
             options.logs.mkdir(parents=True, exist_ok=True)
