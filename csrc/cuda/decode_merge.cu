@@ -8,6 +8,7 @@
 
 #include "cuda/decode/merge_partials.h"
 #include "cuda/decode/merge_rows.cuh"
+#include "cuda/decode/partial_list.cuh"
 #include "cuda/ptx/dependent_launch.cuh"
 
 namespace flashq::cuda {
@@ -17,19 +18,6 @@ constexpr int kMergeThreads = 512;
 constexpr int kMaxGroups = 16;
 constexpr int kBatch = 5;  // partials in flight of a thread
 constexpr int64_t kMaxRowBlocks = 64;
-
-// Where the partials of an item lie, in split order: slots first, next, next + step, ...
-struct PartialList { int first, next, step, count; };
-
-__device__ __forceinline__ PartialList find_partials(const SplitConfig& c, const Segment& segment, int total) {
-  const int units = segment.sequence.units;
-  if (!segment.given()) return {};
-  if (c.unit_is_split) return {segment.item_base, segment.item_base + 1, 1, units};
-  const Shares shares(c, total);
-  const int first = segment.item_base + c.item_units, begin = shares.owner(first);
-  return {2 * begin + (shares.begin(begin) < segment.item_base), 2 * (begin + 1), 2,
-          shares.owner(first + units - 1) - begin + 1};
-}
 
 // gridDim (items at most, row blocks). A group is a thread for each four columns; there is a power of two of them.
 __global__ void __launch_bounds__(kMergeThreads)

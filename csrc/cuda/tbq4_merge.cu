@@ -4,6 +4,7 @@
 // As in decode_merge.cu the plan is made once more from the lengths, and groups of threads fold runs of neighbouring
 // partials of a row; which run a partial belongs to depends on their number alone. A group is as many threads as a
 // block has fours of columns, so rotating is a matter of neighbouring lanes.
+#include "cuda/decode/partial_list.cuh"
 #include "cuda/ptx/dependent_launch.cuh"
 #include "cuda/tbq4_attention/exact_tokens.cuh"
 #include "cuda/tbq4_attention/merge.h"
@@ -20,19 +21,11 @@ constexpr int64_t kChunkGroups = 8;  // with kv_chunk: a row's bits must not dep
 constexpr int64_t kExactGroups = 8;  // at least, where there are exact tokens
 constexpr int64_t kMaxRowBlocks = 64;
 
-// Where the partials of an item lie, in split order: slots first, next, next + step, ...
-struct PartialList { int first, next, step, count; };
-
-__device__ __forceinline__ PartialList find_partials(const CodeParams& p, const Segment& segment, int total) {
-  const SplitConfig& c = p.split;
-  const int units = segment.sequence.units;
-  if (!segment.given()) return {};
-  if (c.unit_is_split) return {segment.item_base, segment.item_base + 1, 1, units};
-  const Shares shares(c, total);
-  const int first = segment.item_base + c.item_units, begin = shares.owner(first);
-  const int count = shares.owner(first + units - 1) - begin + 1;
-  if (count == 1) return {slot_of_whole(p.call, c, segment), 0, 0, 1};
-  return {2 * begin + (shares.begin(begin) < segment.item_base), 2 * (begin + 1), 2, count};
+// Items that one worker has whole have a slot too.
+__device__ __forceinline__ PartialList find_codes(const CodeParams& p, const Segment& segment, int total) {
+  PartialList list = find_partials(p.split, segment, total);
+  if (list.count == 1 && !p.split.unit_is_split) list.first = slot_of_whole(p.call, p.split, segment);
+  return list;
 }
 
 // The partials [begin, end) of a row's list, four columns from d on.
@@ -77,7 +70,7 @@ template <int D, bool kExact> __global__ void __launch_bounds__(kExact ? kExactT
   ptx::allow_dependents();
   int total = 0;
   const Segment segment = plan_item(p.call, p.split, static_cast<int>(blockIdx.x), total);
-  const PartialList list = find_partials(p, segment, total);
+  const PartialList list = find_codes(p, segment, total);
   if (list.count == 0) {
     ptx::wait_for_primary();  // or this kernel might end before the one before it
     return;

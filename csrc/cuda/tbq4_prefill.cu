@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "cuda/launch_overlapped.h"
+#include "cuda/prefill_sm90/launch.h"
 #include "cuda/prefill_sm90/plan.cuh"
 #include "cuda/ptx/tensor_map.h"
 #include "cuda/tbq4_prefill/launch.h"
@@ -18,39 +19,25 @@ namespace flashq::cuda {
 namespace {
 
 using namespace tbq4_sm90;
+using sm90::kMostRows;
+using sm90::pack_of;
 
 // wgmma is an instruction of sm_90a alone.
 constexpr bool kBuilt = std::string_view(FLASHQ_CUDA_ARCHS).find("9.0a") != std::string_view::npos;
 
-constexpr int64_t kMostRows = int64_t{1} << 29;  // positions, rows and tiles fit an int
-constexpr int kMultiprocessors = 132;
 constexpr int kL2Section = 32 << 20;  // bytes of codes that CTAs at work at the same time share
 
 int64_t query_tokens(const QueryView& q) { return q.cu_seqlens_q.given() ? q.total_tokens : q.q_len; }
 
-// Query heads of one KV head that a tile of rows takes together: a power of two, because row -> token is a shift.
-int64_t pack_of(const QueryView& q) {
-  return min_of<int64_t>(1 << std::countr_zero(uint64_t(q.q_heads / q.kv_heads)), 64);
-}
-
-// Into how many parts the keys of a tile of rows are split: as many as fill 132 multiprocessors best at 1 % a part, by
-// what the host knows, which is not the lengths.
+// Into how many parts the keys of a tile of rows are split, by what the host knows, which is not the lengths.
 int64_t count_splits(const AttentionTbq4Params& p) {
   const QueryView& q = p.query;
   const int64_t batch = q.cu_seqlens_q.given() ? 1 : q.batch;
   const int64_t tiles = ceil_div(query_tokens(q) * pack_of(q), kTileRows) * (q.q_heads / pack_of(q)) * batch;
-  if (tiles >= 2 * kMultiprocessors) return 1;
-  const auto rounds = [&](int64_t splits) {
-    return static_cast<double>(ceil_div(tiles * splits, kMultiprocessors)) / static_cast<double>(splits) *
-           (1 + 0.01 * static_cast<double>(splits));
-  };
   int64_t most = sm90::kMostSplits;
   if (p.score.window_left >= 0 && p.score.causal)
     most = min_of(most, max_of<int64_t>((p.score.window_left + kTileRows) / sm90::kLeastSplit, 1));
-  int64_t best = 1;
-  for (int64_t splits = 2; splits <= most; ++splits)
-    if (rounds(splits) < rounds(best)) best = splits;
-  return best;
+  return sm90::best_splits(tiles, most);
 }
 
 // Bytes from the start of the scratch. Nothing grows with the context: there are at most some 270 tiles of rows times

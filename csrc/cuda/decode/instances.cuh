@@ -1,30 +1,12 @@
 // All decode kernels of one dtype.
 #pragma once
-#include <atomic>
-
+#include "cuda/count_clusters.h"
 #include "cuda/decode/kernel.cuh"
 #include "cuda/decode/launch.h"
 #include "cuda/decode/merge_partials.h"
 #include "cuda/opt_in.h"
 
 namespace flashq::cuda {
-
-// How many clusters of more CTAs than every GPU can hold run at a time; 0 where they cannot. A kernel serves several
-// shapes, each with threads and shared memory of its own.
-template <auto kKernel> int count_clusters(const cudaLaunchConfig_t& config, int shape, int32_t device) {
-  static std::atomic<int> known[kDecodeShapes][64];  // plus one
-  std::atomic<int> none{0}, &answer = device < 64 ? known[shape][device] : none;
-  if (answer.load(std::memory_order_relaxed) == 0) {
-    int clusters = 0;
-    if (cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) ||
-        cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config)) {
-      clusters = 0;
-      (void)cudaGetLastError();
-    }
-    answer.store(clusters + 1, std::memory_order_relaxed);
-  }
-  return answer.load(std::memory_order_relaxed) - 1;
-}
 
 template <class T, int kDim, int kTiles, int kDepth, bool kCluster>
 Status launch_decode_kernel(const DecodeLaunch& how, DecodeParams p, const Launch& launch) {
@@ -48,7 +30,7 @@ Status launch_decode_kernel(const DecodeLaunch& how, DecodeParams p, const Launc
   config.attrs = &attribute;
   config.numAttrs = runs_code_of_90(launch.device) ? 1 : 0;
   if (how.cluster > kPortableCluster &&
-      count_clusters<kKernel>(config, how.shape, launch.device) * how.cluster < how.ctas) {
+      count_clusters<kKernel, kDecodeShapes>(config, launch.device, how.shape) * how.cluster < how.ctas) {
     config.gridDim.x = config.gridDim.x / static_cast<unsigned>(how.cluster) * kPortableCluster;
     attribute.val.clusterDim.x = kPortableCluster;
     p.cluster_ctas = kPortableCluster;

@@ -24,29 +24,34 @@ inline bool is_general(const Attention16Params& p) {
 }
 constexpr int tile_rows(int64_t head_dim, bool general) { return head_dim <= 64 && !general ? 192 : 128; }
 
-// Into how many parts the keys of a tile of rows are split, so that all multiprocessors (of the usual card) have work.
-// By the rows of one sequence, so that they do not depend on batch mates; of a cache by all rows, but not by its
-// capacity. Lengths of packed sequences are not known here.
-inline int count_splits(const Attention16Params& p) {
+// Into how many parts, `most` at most, the keys of so many tiles of rows are split, so that all multiprocessors (of the
+// usual card) have work.
+inline int64_t best_splits(int64_t tiles, int64_t most) {
   constexpr int kMultiprocessors = 132;
-  const QueryView& q = p.query;
-  if (q.cu_seqlens_q.given()) return 1;
-  const int64_t pack = pack_of(q), rows = tile_rows(q.head_dim, is_general(p));
-  const int64_t tiles = ceil_div(q.q_len * pack, rows) * (q.q_heads / pack) * (is_cache(p) ? q.batch : 1);
   if (tiles >= 2 * kMultiprocessors) return 1;
   // Of the tiles one after the other on a multiprocessor, and 1 % a split for merging.
   const auto rounds = [&](int64_t splits) {
     return static_cast<double>(ceil_div(tiles * splits, kMultiprocessors)) / static_cast<double>(splits) *
            (1 + 0.01 * static_cast<double>(splits));
   };
+  int64_t best = 1;
+  for (int64_t splits = 2; splits <= most; ++splits)
+    if (rounds(splits) < rounds(best)) best = splits;
+  return best;
+}
+
+// Into how many parts the keys of a tile of rows are split. By the rows of one sequence, so that they do not depend on
+// batch mates; of a cache by all rows, but not by its capacity. Lengths of packed sequences are not known here.
+inline int count_splits(const Attention16Params& p) {
+  const QueryView& q = p.query;
+  if (q.cu_seqlens_q.given()) return 1;
+  const int64_t pack = pack_of(q), rows = tile_rows(q.head_dim, is_general(p));
+  const int64_t tiles = ceil_div(q.q_len * pack, rows) * (q.q_heads / pack) * (is_cache(p) ? q.batch : 1);
   int64_t keys = is_cache(p) ? int64_t{kMostSplits} * kLeastSplit : p.kv.page_size;  // that a tile may see
   const int64_t right = p.score.causal ? 0 : p.score.window_right;
   if (p.score.window_left >= 0 && right >= 0) keys = std::min(keys, p.score.window_left + right + rows);
   const int64_t most = std::min<int64_t>(keys / kLeastSplit, is_cache(p) ? kMostSplits : kMostSplits / 4);
-  int64_t best = 1;
-  for (int64_t splits = 2; splits <= most; ++splits)
-    if (rounds(splits) < rounds(best)) best = splits;
-  return static_cast<int>(best);
+  return static_cast<int>(best_splits(tiles, most));
 }
 
 // Bytes from the start of the scratch: the plan, then the partial results of splits.

@@ -1,30 +1,12 @@
 // The kernels of one head dim.
 #pragma once
-#include <atomic>
-
+#include "cuda/count_clusters.h"
 #include "cuda/opt_in.h"
 #include "cuda/overlapping_launch.h"
 #include "cuda/tbq4_attention/kernel.cuh"
 #include "cuda/tbq4_attention/launch.h"
 
 namespace flashq::cuda {
-
-// How many of the largest clusters, which not every GPU can hold, run at a time; 0 where they cannot. `config`: always
-// of the same threads and shared memory.
-template <auto kKernel> int count_largest_clusters(const cudaLaunchConfig_t& config, int32_t device) {
-  static std::atomic<int> known[64];  // plus one
-  std::atomic<int> none{0}, &answer = device < 64 ? known[device] : none;
-  if (answer.load(std::memory_order_relaxed) == 0) {
-    int clusters = 0;
-    if (cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) ||
-        cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config)) {
-      clusters = 0;
-      (void)cudaGetLastError();
-    }
-    answer.store(clusters + 1, std::memory_order_relaxed);
-  }
-  return answer.load(std::memory_order_relaxed) - 1;
-}
 
 template <int D, int kTiles> Status launch_code_kernel(const CodeLaunch& how, CodeParams p, const Launch& launch) {
   constexpr auto kKernel = code_attention_kernel<D, kTiles, most_code_warps(D, kTiles)>;
@@ -45,7 +27,7 @@ template <int D, int kTiles> Status launch_code_kernel(const CodeLaunch& how, Co
   config.attrs = attributes + 1;
   config.numAttrs = p.cluster_ctas > 1 ? 1 : 0;
   if (p.cluster_ctas > kPortableCodeCluster &&
-      count_largest_clusters<kKernel>(config, launch.device) * p.cluster_ctas < how.ctas) {
+      count_clusters<kKernel>(config, launch.device) * p.cluster_ctas < how.ctas) {
     config.gridDim.x = config.gridDim.x / static_cast<unsigned>(p.cluster_ctas) * kPortableCodeCluster;
     attributes[1].val.clusterDim.x = kPortableCodeCluster;
     p.cluster_ctas = kPortableCodeCluster;
