@@ -72,6 +72,16 @@ def test_one_sequence(length: int, kv_heads: int, group: int, dim: int, q_len: i
         check_16bit("decode", q, *cache, None, start, device="cuda", window_left=length // 2)
 
 
+@pytest.mark.parametrize(("group", "q_len", "dim"), [(1, 1, 64), (4, 1, 128), (4, 16, 128), (6, 3, 256), (16, 4, 256)])
+@pytest.mark.parametrize("blocks", [1, 2, 4, 8, 16])
+def test_short_sequences(blocks: int, group: int, q_len: int, dim: int) -> None:
+    """One launch, in which so many blocks share each item, a single one too."""
+    items = torch.cuda.get_device_properties(0).multi_processor_count // blocks
+    cache = make_cache(tuple(7 * i % 450 for i in range(items)), kv_heads=1, dim=dim)
+    q = randn(items, q_len, group, dim, dtype=torch.bfloat16)
+    check_16bit("decode", q, *cache, device="cuda", sinks=randn(group, seed=5))
+
+
 @pytest.mark.parametrize("page_size", [64, 1])
 def test_more_sequences_than_ctas(page_size: int) -> None:
     lengths = tuple(int(n) for n in torch.randint(0, 700, (400,), generator=torch.Generator().manual_seed(0)))

@@ -55,7 +55,7 @@ struct ReceivedParts {
   int ctas, each;  // of the cluster; columns of a CTA's share
 
   static FLASHQ_HD int count_bytes(int ctas, int columns) {
-    return kInboxBytes + ctas * ((columns + ctas - 1) / ctas) * kColumnBytes;
+    return ctas == 1 ? 0 : kInboxBytes + ctas * ((columns + ctas - 1) / ctas) * kColumnBytes;
   }
   __device__ __forceinline__ ptx::Inbox& inbox() const { return *reinterpret_cast<ptx::Inbox*>(base); }
   __device__ __forceinline__ float4& values(int rank, int column) const {
@@ -67,7 +67,7 @@ struct ReceivedParts {
 };
 
 // Merges the parked results of a cluster and writes out and lse; all of its threads call it, after
-// ptx::greet_cluster(). `parked` are this CTA's, of `teams` teams.
+// ptx::greet_cluster() if there are several CTAs. `parked` are this CTA's, of `teams` teams.
 template <int kDim>
 __device__ __forceinline__ void merge_cluster(const DecodeParams& p, const Segment& segment, const ItemRows& item,
                                               const ParkedRows<kDim>& parked, unsigned char* received, int teams,
@@ -82,14 +82,23 @@ __device__ __forceinline__ void merge_cluster(const DecodeParams& p, const Segme
       body(i, row, (i - row * quarter) * 4);
     }
   };
+  const auto merge_teams = [&](int row, int d) {
+    return merge_parts(
+        teams, [&](int team) { return parked.state(team, row); },
+        [&](int team) { return *reinterpret_cast<const float4*>(parked.row(team, row) + d); });
+  };
+  if (ctas == 1) {  // launched without clusters: nothing can be sent
+    __syncthreads();
+    for_columns(0, columns,
+                [&](int, int row, int d) { finish_part(p.call, p.split, segment, item, row, d, merge_teams(row, d)); });
+    return;
+  }
   const int begin = min_of(rank * parts.each, columns), end = min_of(begin + parts.each, columns);
   if (thread == 0) parts.inbox().expect((end - begin) * ctas * ReceivedParts::kColumnBytes);
   ptx::await_cluster();
   __syncthreads();
   for_columns(0, columns, [&](int i, int row, int d) {
-    const RowPart sum = merge_parts(
-        teams, [&](int team) { return parked.state(team, row); },
-        [&](int team) { return *reinterpret_cast<const float4*>(parked.row(team, row) + d); });
+    const RowPart sum = merge_teams(row, d);
     const int to = divide_down(i, parts.each), column = i - to * parts.each;
     parts.inbox().send(to, &parts.values(rank, column), sum.o);
     parts.inbox().send(to, reinterpret_cast<float2*>(&parts.state(rank, column)), {sum.state.max, sum.state.sum});

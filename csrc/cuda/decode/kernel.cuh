@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kMaxDecodeThreads, 1) decode_kernel(const __gr
   const int rank = cta - cluster * cluster_ctas;
   // Neighbouring shares lie on different multiprocessors: a few of them do not crowd on one.
   const int worker = kCluster ? team * cluster_ctas + rank : team * static_cast<int>(gridDim.x) + cta;
-  if constexpr (kCluster) {
+  if (kCluster && cluster_ctas > 1) {
     if (threadIdx.x == 0) reinterpret_cast<ptx::Inbox*>(shared + at.end)->open();
     ptx::greet_cluster();
   }

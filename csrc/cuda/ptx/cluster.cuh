@@ -8,6 +8,9 @@ namespace flashq::cuda::ptx {
 
 // Of a block, in its shared memory. Sends go on when all blocks of the cluster have greeted each other; waiting for
 // what was sent is cheaper than a barrier of the cluster, which first completes all writes of its threads.
+//
+// For kernels that are launched with clusters: in another one st.async is an illegal instruction, even to the block
+// itself.
 struct Inbox {
   uint64_t state;
 
