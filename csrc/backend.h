@@ -27,8 +27,8 @@ struct Launch {
 struct Backend {
   int32_t abi;  // kBackendAbi of the library that filled the table
 
-  int64_t (*attention_16_scratch_bytes)(const Attention16Params&, int32_t workers);
-  int64_t (*attention_tbq4_scratch_bytes)(const AttentionTbq4Params&, int32_t workers);
+  int64_t (*attention_16_scratch_bytes)(const Attention16Params&, const Launch&);
+  int64_t (*attention_tbq4_scratch_bytes)(const AttentionTbq4Params&, const Launch&);
   Status (*prefill)(const Attention16Params&, const Launch&);
   Status (*decode)(const Attention16Params&, const Launch&);
   Status (*tbq4_attention)(const AttentionTbq4Params&, const Launch&);
@@ -43,7 +43,7 @@ struct Backend {
 
   const char* (*describe)();  // one line for `python -m flashq info`: arches, or ISA levels
 };
-inline constexpr int32_t kBackendAbi = 4;
+inline constexpr int32_t kBackendAbi = 5;
 
 [[nodiscard]] const Backend& cpu_backend();
 

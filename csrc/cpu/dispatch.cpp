@@ -70,10 +70,10 @@ const std::string& level_names() {
   return names;
 }
 
-template <auto kBytes, class Params> int64_t scratch_bytes(const Params& p, int32_t workers) {
+template <auto kBytes, class Params> int64_t scratch_bytes(const Params& p, const Launch& launch) {
   Status status;
   const Level* level = current_level(status);
-  return level ? (level->kernels->*kBytes)(p, workers) : 0;
+  return level ? (level->kernels->*kBytes)(p, launch.workers) : 0;
 }
 template <auto kEntry, class Params> Status run(const Params& p, const Launch& launch) {
   Status status;

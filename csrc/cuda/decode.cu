@@ -97,13 +97,14 @@ void choose_warps(DecodeLaunch& how, int64_t shared_bytes) {
       }
 }
 
-DecodeLaunch choose(const Attention16Params& p, const Device& device, int64_t most_cluster) {
+DecodeLaunch choose(const Attention16Params& p, const Device& device, int32_t device_index) {
   DecodeLaunch how{};
   how.dim = dim_index(p.query.head_dim);
   how.shape = shape_index(p);
   how.ctas = static_cast<int>(min_of<int64_t>(device.sm_count, kMaxCtas));
   choose_warps(how, device.shared_bytes);
-  how.cluster = choose_cluster(p, kDecodeRows[how.shape], most_cluster, how.ctas);
+  const bool clusters = device.arch >= 90 && runs_code_of_90(device_index);
+  how.cluster = choose_cluster(p, kDecodeRows[how.shape], clusters ? kMaxCluster : 1, how.ctas);
   if (how.cluster == 0) return how;
   // What CTAs of a cluster send each other lies behind the rings, which may be short then.
   const int64_t rows = min_of<int64_t>(p.query.q_len * (p.query.q_heads / p.query.kv_heads), kDecodeRows[how.shape]);
@@ -137,14 +138,14 @@ int64_t decode_shared_bytes(int dim, int shape, int warps, int stages) {
   return dim == 1 ? bytes.template operator()<128>() : bytes.template operator()<256>();
 }
 
-int64_t attention_16_scratch_bytes(const Attention16Params& p, int32_t) {
+int64_t attention_16_scratch_bytes(const Attention16Params& p, const Launch& launch) {
   if (many_rows(p)) return prefill_scratch_bytes(p);
   if (p.query.total_tokens == 0 || p.query.q_heads == 0) return 0;
-  // The device is not known here: enough for the most multiprocessors and warps, and the most rows of an item.
-  DecodeLaunch most{.dim = dim_index(p.query.head_dim), .shape = shape_index(p), .warps = 8, .ctas = kMaxCtas};
-  if (kDecodeDims[most.dim] > 128) most.warps = 4;
-  const SplitConfig c = split_config(p, most);
-  return splits(c) ? PartialsLayout(p, c).end : 0;
+  Device device{};
+  if (!enter(launch, device).ok()) return 0;  // decode() says why
+  const DecodeLaunch how = choose(p, device, launch.device);
+  const SplitConfig split = split_config(p, how);
+  return how.cluster == 0 && splits(split) ? PartialsLayout(p, split).end : 0;
 }
 
 Status decode(const Attention16Params& p, const Launch& launch) {
@@ -152,8 +153,7 @@ Status decode(const Attention16Params& p, const Launch& launch) {
   Device device{};
   if (const Status status = enter(launch, device); !status.ok()) return status;
   if (p.query.total_tokens == 0 || p.query.q_heads == 0) return {};
-  const bool clusters = device.arch >= 90 && runs_code_of_90(launch.device);
-  const DecodeLaunch how = choose(p, device, clusters ? kMaxCluster : 1);
+  const DecodeLaunch how = choose(p, device, launch.device);
   const SplitConfig split = split_config(p, how);
   const KvView& kv = p.kv;
   const DecodeParams params{.call = p,

@@ -4,9 +4,9 @@
 
 namespace flashq::cuda {
 
-[[nodiscard]] int64_t attention_16_scratch_bytes(const Attention16Params&, int32_t workers);
+[[nodiscard]] int64_t attention_16_scratch_bytes(const Attention16Params&, const Launch&);
 [[nodiscard]] Status prefill(const Attention16Params&, const Launch&);
-[[nodiscard]] int64_t attention_tbq4_scratch_bytes(const AttentionTbq4Params&, int32_t workers);
+[[nodiscard]] int64_t attention_tbq4_scratch_bytes(const AttentionTbq4Params&, const Launch&);
 [[nodiscard]] Status tbq4_attention(const AttentionTbq4Params&, const Launch&);
 [[nodiscard]] Status decode(const Attention16Params&, const Launch&);
 [[nodiscard]] Status kv_append(const KvAppendParams&, const Launch&);

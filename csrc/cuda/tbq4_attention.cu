@@ -123,7 +123,7 @@ Status refuse(const char* argument, const char* expected, int64_t got) {
 
 }  // namespace
 
-int64_t attention_tbq4_scratch_bytes(const AttentionTbq4Params& p, int32_t) {
+int64_t attention_tbq4_scratch_bytes(const AttentionTbq4Params& p, const Launch&) {
   if (p.query.total_tokens == 0 || p.query.q_heads == 0) return 0;
   // The device is not known here: enough for the most multiprocessors and warps.
   const int64_t partials =

@@ -37,10 +37,10 @@ class Call {
   // The same for an attention op, with the scratch that the backend asks for.
   template <class Params>
   void run(Status (*Backend::*entry)(const Params&, const Launch&),
-           int64_t (*Backend::*scratch_bytes)(const Params&, int32_t), Params& params) const {
+           int64_t (*Backend::*scratch_bytes)(const Params&, const Launch&), Params& params) const {
     const auto kernel = require(entry);
     std::optional<Tensor> owner;
-    params.scratch = scratch((backend_->*scratch_bytes)(params, launch_.workers), owner);
+    params.scratch = scratch((backend_->*scratch_bytes)(params, launch_), owner);
     check(kernel(params, launch_));
   }
 

@@ -8,8 +8,7 @@
 
 namespace flashq::cuda {
 
-// Blocks that run at a time, one for each multiprocessor: GPUs have at most so many. The scratch is for as many,
-// because its size must not depend on the device.
+// Blocks that run at a time, one for each multiprocessor: GPUs have at most so many.
 inline constexpr int64_t kMaxCtas = 192;
 
 // Whether items can have several partial results.
