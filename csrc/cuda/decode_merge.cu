@@ -5,67 +5,98 @@
 // partials of a row, and the first group folds the groups' results: which run a partial belongs to depends on their
 // number alone.
 #include <atomic>
+#include <type_traits>
 
 #include "cuda/decode/merge_partials.h"
 #include "cuda/decode/merge_rows.cuh"
 #include "cuda/decode/partial_list.cuh"
+#include "cuda/decode/plan_table.cuh"
+#include "cuda/launch.h"
 #include "cuda/ptx/dependent_launch.cuh"
 
 namespace flashq::cuda {
 namespace {
 
-constexpr int kMergeThreads = 512;
-constexpr int kMaxGroups = 16;
-constexpr int kBatch = 5;  // partials in flight of a thread
-constexpr int64_t kMaxRowBlocks = 64;
+constexpr int kMergeThreads = 256;
+constexpr int kBlocksOfSm = 4;  // run at once, where there is a table
+constexpr int kBatch = 4;       // partials in flight of a thread
+constexpr int kMaxGroups = 32;
+constexpr int kFixedGroups = 8, kFixedLanes = 32;  // with kv_chunk: a row's bits must not depend on its batch mates
 
-// gridDim (items at most, row blocks). A group is a thread for each four columns; there is a power of two of them.
-__global__ void __launch_bounds__(kMergeThreads)
+// How the work is divided. A job is four times `lanes` neighbouring columns of an item's rows, for `groups` times
+// `lanes` threads: powers of two, and whole warps together.
+struct MergeShape {
+  int lanes, groups;
+  int jobs;           // of all items; without a table of one, that of blockIdx.x
+  Divisor item_jobs;  // of an item
+  int alike_workers;  // PlanTable::build
+};
+
+// kTable: PlanTable finds the items.
+template <bool kTable> __global__ void __launch_bounds__(kMergeThreads, kTable ? kBlocksOfSm : 3)
     merge_partials_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ SplitConfig split,
-                          const Partials partials, const int groups) {
+                          const Partials partials, const __grid_constant__ MergeShape shape) {
   __shared__ RowPart parts[kMergeThreads];
-  int total = 0;
-  const Segment segment = plan_item(p, split, static_cast<int>(blockIdx.x), total);
-  const PartialList list = find_partials(split, segment, total);
-  if (list.count <= 1) {
-    ptx::wait_for_primary();  // or this kernel might end before the one before it
-    return;
-  }
-  const ItemRows item(p, split, segment);
-  const int lanes = static_cast<int>(p.query.head_dim) / 4;
-  const int group = divide_down(static_cast<int>(threadIdx.x), lanes);  // the last warp may have threads of none
-  const int lane = static_cast<int>(threadIdx.x) - group * lanes, d = lane * 4;
-  const int run = divide_down(list.count + groups - 1, groups), begin = group * run;
-  const int end = group < groups ? min_of(list.count, begin + run) : 0;
-  ptx::wait_for_primary();
+  const auto thread = static_cast<int>(threadIdx.x);
+  const int lanes = shape.lanes, groups = shape.groups, job_threads = lanes * groups;
+  const int job_group = divide_down(thread, lanes), lane = thread - job_group * lanes;
+  const int group = job_group & (groups - 1), quarter = static_cast<int>(p.query.head_dim) / 4;
+  const int block_jobs = divide_down(kMergeThreads, job_threads), own_job = divide_down(thread, job_threads);
+  const auto block = static_cast<int>(kTable ? blockIdx.x : blockIdx.y);
+  const auto blocks = static_cast<int>(kTable ? gridDim.x : gridDim.y);
+  Segment segment{};
+  Division division{};
+  __shared__ std::conditional_t<kTable, PlanTable, char> table;
+  if constexpr (kTable)
+    division = table.build(p, split, shape.alike_workers, [](int) {});
+  else
+    segment = plan_item(p, split, static_cast<int>(blockIdx.x), division.total);
+  const int slot_floats = partials.block_rows * partials.head_dim;
+  bool waits = true;
 #pragma unroll 1
-  for (int row = static_cast<int>(blockIdx.y); row < item.rows; row += static_cast<int>(gridDim.y)) {
+  for (int base = block * block_jobs; base < shape.jobs; base += blocks * block_jobs) {
+    int slice = base + own_job, number = 0;
+    if constexpr (kTable) {
+      number = shape.item_jobs.quotient(slice);
+      segment = {};
+      if (slice < shape.jobs) segment = table.item(p, split, number);
+      slice -= number * static_cast<int>(shape.item_jobs.value);
+    }
+    const PartialList list = PlanTable::find_partials(split, division, segment, number);
+    const ItemRows item(p, split, segment);
+    const int columns = list.count > 1 ? item.rows * quarter : 0, run = divide_down(list.count + groups - 1, groups);
+    const int column = min_of(slice * lanes + lane, columns - 1), row = divide_down(column, quarter);
+    const int d = (column - row * quarter) * 4;
+    if (waits) ptx::wait_for_primary();
+    waits = false;
     RowPart sum;
+    const int end = columns > 0 ? min_of(list.count, (group + 1) * run) : 0;
+    const SoftmaxState<Binary>* const states = &partials.state(0, row);
+    const float* const values = partials.row(0, row) + d;
 #pragma unroll 1
-    for (int k = begin; k < end; k += kBatch) {
+    for (int k = group * run; k < end; k += kBatch) {
       RowPart part[kBatch];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
         if (k + j >= end) continue;
         const int slot = k + j == 0 ? list.first : list.next + (k + j - 1) * list.step;
-        part[j].state = partials.state(slot, row);
-        part[j].o = *reinterpret_cast<const float4*>(partials.row(slot, row) + d);
+        part[j].state = states[int64_t{slot} * partials.block_rows];
+        part[j].o = *reinterpret_cast<const float4*>(values + int64_t{slot} * slot_floats);
       }
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) sum.merge_with(part[j]);
     }
-    // A tree over the groups, a power of two of them: neighbours first.
+    // A tree over the groups: neighbours first.
 #pragma unroll 1
     for (int step = 1; step < groups; step *= 2) {
-      parts[threadIdx.x] = sum;
+      parts[thread] = sum;
       __syncthreads();
-      if (group < groups && (group & (2 * step - 1)) == 0)
-        sum.merge_with(parts[static_cast<int>(threadIdx.x) + step * lanes]);
+      if ((group & (2 * step - 1)) == 0) sum.merge_with(parts[thread + step * lanes]);
       __syncthreads();
     }
-    if (group != 0) continue;
-    finish_part(p, split, segment, item, row, d, sum);
+    if (group == 0 && slice * lanes + lane < columns) finish_part(p, split, segment, item, row, d, sum);
   }
+  if (waits) ptx::wait_for_primary();  // or this kernel might end before the one before it
 }
 
 }  // namespace
@@ -76,33 +107,48 @@ bool runs_code_of_90(int32_t device) {
   std::atomic<int8_t> none{kUnknown}, &answer = device < 64 ? known[device] : none;
   if (answer.load(std::memory_order_relaxed) == kUnknown) {
     cudaFuncAttributes attributes{};
-    const bool yes = !cudaFuncGetAttributes(&attributes, merge_partials_kernel) && attributes.ptxVersion >= 90;
+    const bool yes = !cudaFuncGetAttributes(&attributes, merge_partials_kernel<true>) && attributes.ptxVersion >= 90;
     answer.store(yes ? kYes : kNo, std::memory_order_relaxed);
   }
   return answer.load(std::memory_order_relaxed) == kYes;
 }
 
-void launch_merge_partials(const AttentionParams& p, const SplitConfig& split, const Partials& partials,
-                           const Launch& launch) {
+void launch_merge_partials(const AttentionParams& p, const SplitConfig& split, int alike_workers,
+                           const Partials& partials, const Launch& launch) {
   const int64_t items = count_row_tiles(p.query, split.block_rows.value) * p.query.kv_heads;
   const int64_t tokens = p.query.cu_seqlens_q.given() ? p.query.total_tokens : p.query.q_len;
   const int64_t rows = min_of<int64_t>(tokens * split.group.value, split.block_rows.value);
-  // Of the mean number of partials of an item, not that of the longest one.
-  const int64_t most = split.unit_is_split ? kMaxGroups : ceil_div(split.workers, items);
-  const int64_t lanes = p.query.head_dim / 4;
-  int64_t groups = 1;
-  while (groups < kMaxGroups && groups * 2 <= most && groups * 2 * lanes <= kMergeThreads) groups *= 2;
+  const int64_t columns = rows * (p.query.head_dim / 4);
+  int sm_count = 1;
+  if (Device device{}; describe_device(launch.device, device).ok()) sm_count = device.sm_count;
+  const int64_t wave = int64_t{kBlocksOfSm} * sm_count * kMergeThreads;  // threads that run at once
+  int lanes = kFixedLanes, groups = kFixedGroups;
+  if (!split.unit_is_split) {
+    // As many as there are threads to spare, because an item may have far more partials than the others.
+    groups = 1;
+    while (groups < kMaxGroups && groups * kBatch <= split.workers && items * columns * groups * 2 <= wave) groups *= 2;
+    lanes = static_cast<int>(min_of(lanes, kMergeThreads / groups));
+  }
+  const int64_t item_jobs = ceil_div(columns, lanes), block_jobs = kMergeThreads / (lanes * groups);
+  const bool table = PlanTable::holds(p);
+  const MergeShape shape{.lanes = lanes,
+                         .groups = groups,
+                         .jobs = static_cast<int>(table ? items * item_jobs : item_jobs),
+                         .item_jobs = Divisor(item_jobs),
+                         .alike_workers = alike_workers};
+  const auto blocks = static_cast<unsigned>(ceil_div(shape.jobs, block_jobs));
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(items), static_cast<unsigned>(min_of(rows, kMaxRowBlocks)));
-  config.blockDim = dim3(static_cast<unsigned>(round_up(lanes * groups, 32)));
+  config.gridDim = table ? dim3(static_cast<unsigned>(min_of<int64_t>(blocks, wave / kMergeThreads)))
+                         : dim3(static_cast<unsigned>(items), blocks);
+  config.blockDim = dim3(kMergeThreads);
   config.stream = static_cast<cudaStream_t>(launch.stream);
   config.attrs = &attribute;
   config.numAttrs = runs_code_of_90(launch.device) ? 1 : 0;
-  cudaLaunchKernelEx(&config, merge_partials_kernel, p, split, partials,
-                     static_cast<int>(groups));  // launch_status() reports a failure
+  cudaLaunchKernelEx(&config, table ? merge_partials_kernel<true> : merge_partials_kernel<false>, p, split, partials,
+                     shape);  // launch_status() reports a failure
 }
 
 }  // namespace flashq::cuda

@@ -82,6 +82,17 @@ def test_short_sequences(blocks: int, group: int, q_len: int, dim: int) -> None:
     check_16bit("decode", q, *cache, device="cuda", sinks=randn(group, seed=5))
 
 
+@pytest.mark.parametrize(
+    ("batch", "length", "kv_heads", "group"), [(66, 600, 2, 4), (33, 1200, 1, 4), (250, 530, 8, 1), (7, 3000, 1, 16)]
+)
+@pytest.mark.parametrize("q_len", [1, 4])
+@pytest.mark.parametrize("step", [0, 1, 100])
+def test_sequences_that_are_alike(batch: int, length: int, kv_heads: int, group: int, q_len: int, step: int) -> None:
+    """Of one length, nearly, or not at all: items are divided evenly, or the units of all of them are."""
+    cache = make_cache(tuple(length - step * (i % 5) for i in range(batch)), kv_heads=kv_heads)
+    check_16bit("decode", randn(batch, q_len, kv_heads * group, 64, dtype=torch.bfloat16), *cache, device="cuda")
+
+
 @pytest.mark.parametrize("page_size", [64, 1])
 def test_more_sequences_than_ctas(page_size: int) -> None:
     lengths = tuple(int(n) for n in torch.randint(0, 700, (400,), generator=torch.Generator().manual_seed(0)))

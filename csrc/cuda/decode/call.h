@@ -10,6 +10,7 @@ struct DecodeParams {
   Attention16Params call;
   SplitConfig split;  // its workers are teams
   ScoreRule rule;
+  int32_t alike_teams;  // PlanTable::build
   Partials partials;
   Divisor page_size;
   Divisor row_blocks;     // of a sequence, where clusters are given

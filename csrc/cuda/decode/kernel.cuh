@@ -8,6 +8,7 @@
 #pragma once
 #include "cuda/decode/cluster_item.cuh"
 #include "cuda/decode/key_stream.cuh"
+#include "cuda/decode/plan_table.cuh"
 #include "cuda/decode/row_results.cuh"
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/dependent_launch.cuh"
@@ -29,14 +30,16 @@ template <int kDim, int kTiles> inline constexpr bool kQueryInRegisters = kTiles
 template <int kDim, int kTiles> struct DecodeShared {
   static constexpr int kWarpRows = 8 * kTiles;
 
-  int query, ranges, segments, found, end;  // the rings come first, (teams, stages) tiles; ReceivedParts are behind it
+  int query, ranges, segments, found, table,
+      end;  // the rings come first, (teams, stages) tiles; ReceivedParts are behind it
 
   FLASHQ_HD DecodeShared(int warps, int stages) {
     query = warps * stages * 2 * KeyStream<kDim, false>::kGroupBytes;                       // (warps, rows, kDim)
     ranges = query + (kQueryInRegisters<kDim, kTiles> ? 0 : warps * kWarpRows * kDim * 2);  // (warps, rows)
     segments = ranges + warps * kWarpRows * int{sizeof(TileRange)};                         // (warps)
     found = segments + warps * int{sizeof(WarpSegments)};                                   // (warps, stages) words
-    end = (found + warps * stages * 4 + 15) / 16 * 16;
+    table = found + warps * stages * 4;
+    end = (table + int{sizeof(PlanTable)} + 15) / 16 * 16;
   }
 };
 
@@ -50,8 +53,8 @@ __global__ void __launch_bounds__(kMaxDecodeThreads, 1) decode_kernel(const __gr
   constexpr int kSums = 4 / (kTiles * kDepth);  // of a score: four chains of products keep the tensor cores busy
   constexpr uint32_t kAllThere = kDepth == 2 ? ~0u : 0xffff;
   extern __shared__ __align__(1024) unsigned char shared[];
-  ptx::allow_dependents();
   ptx::wait_for_primary();
+  ptx::allow_dependents();  // which read the lengths at once
 
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int warps = static_cast<int>(blockDim.x) / 32, team_warps = p.team_warps;
@@ -82,10 +85,20 @@ __global__ void __launch_bounds__(kMaxDecodeThreads, 1) decode_kernel(const __gr
     ptx::greet_cluster();
   }
   {
-    const Segment first = kCluster ? share_item(p, cluster, worker, cluster_ctas * teams)
-                                   : plan_worker(p.call, p.split, worker, [&](int batch, int token, bool padding) {
-                                       write_blind_token(p.call, batch, token, padding);
-                                     });
+    const auto fill = [&](int batch, int token, bool padding) { write_blind_token(p.call, batch, token, padding); };
+    Segment first{};
+    if constexpr (kCluster) {
+      first = share_item(p, cluster, worker, cluster_ctas * teams);
+    } else if (PlanTable::holds(p.call)) {
+      auto& table = *reinterpret_cast<PlanTable*>(shared + at.table);
+      const Division division = table.build(p.call, p.split, p.alike_teams, [&](int batch) {
+        if (batch % static_cast<int>(gridDim.x) != cta) return;
+        for (int i = 0; i < p.call.query.q_len; ++i) fill(batch, i, false);
+      });
+      first = table.find(p.call, p.split, division, worker);
+    } else {
+      first = plan_worker(p.call, p.split, worker, fill);
+    }
     if (!first.given() && !kCluster) return;
     const ItemRows rows(p.call, p.split, first);
     if (lane == 0) {
