@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from benchmarks.gpu_ceilings import Ceilings
-from benchmarks.gpu_graphs import capture, input_sets, time_alone, time_host, time_in_turns
+from benchmarks.gpu_graphs import capture, make_sets, time_alone, time_host, time_in_turns
 from benchmarks.measure import Case, Result, summarize
 from flashq.cli.timing import Call
 
@@ -21,7 +21,7 @@ class GpuSetup:
     work: float
     """Floating-point operations or bytes of one call: of bytes, what is read or written, each once."""
     footprint: float
-    """Bytes of one input set and its outputs."""
+    """Bytes of one input set and its outputs that a call touches."""
     ceiling: Literal["read", "copy", "matmul"] | None = None
     on_host: bool = True
     """Whether the time that a call keeps the host is of interest."""
@@ -34,7 +34,7 @@ class GpuSetup:
 def measure(case: Case[GpuSetup], seconds: float, ceilings: Ceilings, pause: float = 0.0) -> Result:
     """Measure one row for about `seconds`; the ceiling takes its turn in every round."""
     setup = case.prepare()
-    sets = [setup.contenders(index) for index in range(input_sets(setup.footprint))]
+    sets = make_sets(setup.contenders, setup.footprint)
     graphs = {name: capture([contenders[name] for contenders in sets]) for name in sets[0]}
     work = 0.0
     if setup.ceiling is not None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +17,10 @@ from torch import Tensor
 from benchmarks import gpu_probes
 from flashq.cli.timing import Call
 
+S = TypeVar("S")
+
 L2_TIMES = 4  # a rotation of inputs is larger than so many L2 caches
+SETS_SHARE = 0.5  # of the GPU's memory, for the input sets of a row: a call may touch little of what its set holds
 GRAPH_SECONDS = 1e-3  # shorter replays hold more calls: an event has a resolution of 0.5 us
 MIN_ROUNDS, MAX_ROUNDS = 15, 301
 WINDOW = 5  # rounds in the queue at once: the GPU never waits for the host
@@ -37,6 +41,25 @@ def rotation(footprint: float, l2_bytes: int) -> int:
 def input_sets(footprint: float) -> int:
     """`rotation` on the current GPU."""
     return rotation(footprint, l2_bytes())
+
+
+def most_sets(held: int, room: float) -> int:
+    """How many input sets that hold `held` bytes each fit in `room` bytes; at least 1."""
+    return max(1, math.floor(room / held)) if held > 0 else sys.maxsize
+
+
+def make_sets(make: Callable[[int], S], footprint: float) -> list[S]:
+    """make(i) for as many input sets as rotate through the L2, as far as they fit in SETS_SHARE of the GPU's memory.
+
+    Args:
+        make: allocates and returns input set i.
+        footprint: bytes of a set that a call touches.
+    """
+    before = torch.cuda.memory_allocated()
+    room = SETS_SHARE * (torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory - before)
+    first = make(0)
+    count = min(input_sets(footprint), most_sets(torch.cuda.memory_allocated() - before, room))
+    return [first, *(make(index) for index in range(1, count))]
 
 
 def random_normal(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -41,6 +41,29 @@ def test_a_rotation_is_larger_than_four_caches_and_no_longer_than_needed(footpri
 
 def test_a_call_without_memory_needs_no_rotation() -> None:
     assert gpu_graphs.rotation(0.0, 50 << 20) == 1
+
+
+@pytest.mark.parametrize(("held", "sets"), [(0, 10**9), (1 << 20, 8192), (20_000_000, 429), (5 << 30, 1), (9 << 30, 1)])
+def test_sets_that_hold_more_than_a_call_touches_are_fewer(held: int, sets: int) -> None:
+    assert min(gpu_graphs.most_sets(held, 8 << 30), 10**9) == sets
+
+
+def test_the_sets_of_a_row_leave_half_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = 10 << 30  # by others
+
+    def make(index: int) -> int:
+        nonlocal held
+        held += 20_000_000
+        return index
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=30 << 30))
+    monkeypatch.setattr(gpu_graphs, "l2_bytes", lambda: 60 << 20)
+    assert gpu_graphs.make_sets(make, 1e7) == list(range(gpu_graphs.rotation(1e7, 60 << 20)))
+    held = 10 << 30
+    assert len(gpu_graphs.make_sets(make, 1536.0)) == (10 << 30) // 20_000_000
+    assert held <= 20 << 30
 
 
 def test_summary_of_a_row() -> None:
