@@ -75,9 +75,9 @@ template <int kBlockWidth> struct DecodeJob : DequantizeParams {
 // For many blocks.
 template <class T, int kWidth> __global__ void __launch_bounds__(32 * BulkDecodePlan<kWidth>::kMaxWarps, 1)
     bulk_decode_kernel(const __grid_constant__ DecodeJob<kWidth> job) {
-  using Lanes = DecodeLanes<kWidth>;
   using Storage = typename T::Storage;
   constexpr int kPiece = kVectorBytes / static_cast<int>(sizeof(Storage));
+  using Lanes = DecodeLanes<kWidth, kPiece>;
   extern __shared__ __align__(1024) char shared[];
   ptx::allow_dependents();
   fill_levels<kWidth>(shared);
@@ -95,7 +95,7 @@ template <class T, int kWidth> __global__ void __launch_bounds__(32 * BulkDecode
     const Source source = job.source(block);
     return {source.codes + lane * (Lanes::kValues / 2), source.norm};
   };
-  uint32_t codes[Lanes::kRuns];
+  uint32_t codes[Lanes::kWords];
   uint16_t norm = 0;
   const auto fetch = [&](int group) {
     const Source source = source_of(group);
@@ -118,9 +118,9 @@ template <class T, int kWidth> __global__ void __launch_bounds__(32 * BulkDecode
   for (; group < job.groups; group += step) {
     float v[Lanes::kValues];
     const uint16_t own_norm = norm;
-    uint32_t own_codes[Lanes::kRuns];
+    uint32_t own_codes[Lanes::kWords];
 #pragma unroll
-    for (int i = 0; i < Lanes::kRuns; ++i) own_codes[i] = codes[i];
+    for (int i = 0; i < Lanes::kWords; ++i) own_codes[i] = codes[i];
     if (group + step < job.groups) fetch(group + step);
     if (group + 2 * step < job.groups) prefetch(group + 2 * step);
     lanes.decode(own_codes, own_norm, shared, v);
@@ -133,7 +133,7 @@ template <class T, int kWidth> __global__ void __launch_bounds__(32 * BulkDecode
       Packed<T, kPiece> piece;
 #pragma unroll
       for (int j = 0; j < kPiece; ++j) piece.set(j, v[i + j]);
-      store_global(to + lanes.first_value(i / Lanes::kRun) + i % Lanes::kRun, piece);
+      store_global(to + lanes.first_value(i / kPiece), piece);
     }
   }
 }
@@ -153,8 +153,10 @@ Status tbq4_dequantize(const Tbq4DequantizeParams& p, const Launch& launch) {
       const int row_blocks = static_cast<int>(p.codes.head_dim) / kWidth;
       const DequantizeParams params{codes, norms, p.out, p.codes.rows * row_blocks, row_blocks};
       if constexpr (aligned.value != 0) {
-        const int groups =
-            codes.aligned(2 * sizeof(uint32_t)) ? bulk_groups(params.blocks, DecodeLanes<kWidth>::kBlocks, device) : 0;
+        constexpr int kPiece = kVectorBytes / static_cast<int>(sizeof(typename T::Storage));
+        const int groups = codes.aligned(2 * sizeof(uint32_t))
+                               ? bulk_groups(params.blocks, DecodeLanes<kWidth, kPiece>::kBlocks, device)
+                               : 0;
         const DecodeJob<kWidth> job{params, groups, codes.even_stride(kWidth / 2, row_blocks),
                                     norms.even_stride(1, row_blocks)};
         if (groups > 0 && launch_bulk<bulk_decode_kernel<T, kWidth>>(job, device, launch)) return;
