@@ -13,11 +13,13 @@ struct OffsetRule {
 
   // The page's first key that counts. The page is opened by the append that brings it.
   FLASHQ_HD int64_t opening(int64_t page) const { return max_of(page * page_size, kv_start); }
-  // The pages that this append opens.
-  FLASHQ_HD KeyRange opened_pages() const {
+  // The pages that this append opens. page_of(token): token / page_size.
+  template <class PageOf> FLASHQ_HD KeyRange opened_pages(const PageOf& page_of) const {
     if (max_of(start, kv_start) >= length) return {0, 0};
-    const int64_t first = start <= kv_start ? kv_start / page_size : (start + page_size - 1) / page_size;
-    return {first, (length - 1) / page_size + 1};
+    return {page_of(start <= kv_start ? kv_start : start + page_size - 1), page_of(length - 1) + 1};
+  }
+  FLASHQ_HD KeyRange opened_pages() const {
+    return opened_pages([this](int64_t token) { return token / page_size; });
   }
   FLASHQ_HD bool fills(int64_t page) const { return length >= (page + 1) * page_size; }
   // The page's own keys, all of this append, and the keys before it.
