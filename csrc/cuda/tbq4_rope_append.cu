@@ -12,6 +12,7 @@
 #include "cuda/launch.h"
 #include "cuda/overlapping_launch.h"
 #include "cuda/ptx/dependent_launch.cuh"
+#include "cuda/rope_turn.h"
 #include "cuda/tbq4/lanes.cuh"
 #include "cuda/tbq4/rows.cuh"
 
@@ -283,6 +284,10 @@ Status tbq4_rope_append(const Tbq4RopeAppendParams& p, const Launch& launch) {
   if (const Status status = enter(launch, device); !status.ok()) return status;
   const AppendSource& s = p.source;
   if (s.tokens == 0 || s.kv_heads + p.q_heads == 0) return {};
+  if (s.kv_heads == 0 && s.tokens >= kLeastTurnTokens && vectors_fit(p)) {
+    launch_turn(p, device, launch);
+    return launch_status();
+  }
   RopeAppendParams params{};
   params.kv_heads = s.kv_heads;
   params.q_heads = p.q_heads;

@@ -34,6 +34,13 @@ class Call {
                                    const Params& params) const {
     check(require(entry)(params, launch_));
   }
+  // The same for what an op does after its first entry, which has looked at the index tensors.
+  template <class Params> void run_next(Status (*Backend::*entry)(const Params&, const Launch&),
+                                        const Params& params) const {
+    Launch launch = launch_;
+    launch.check = false;
+    check(require(entry)(params, launch));
+  }
   // The same for an attention op, with the scratch that the backend asks for.
   template <class Params>
   void run(Status (*Backend::*entry)(const Params&, const Launch&),

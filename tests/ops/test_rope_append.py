@@ -122,6 +122,25 @@ def test_any_number_of_tokens_and_heads(tokens: int, q_heads: int, kv_heads: int
             )
 
 
+@pytest.mark.contract(2, 9, 17)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", tbq4.HEAD_DIMS)
+def test_prompts(head_dim: int, dtype: torch.dtype, backend: torch.device) -> None:
+    """So many tokens that a GPU turns keys first: everything that a step may have."""
+    for i, rotary_dim in enumerate((head_dim, 48, 22)):
+        call = step(
+            head_dim, dtype, tokens=1030, q_heads=10, kv_heads=2, rotary_dim=rotary_dim, index_dtype=torch.int32
+        )
+        check(call, backend, interleaved=i == 1)
+        check(call | {"q": lay_out(call["q"], "padded"), "v": lay_out(call["v"], "heads_first")}, backend)
+        check(call | {name: lay_out(call[name], "spaced") for name in ("q", "k")}, backend, interleaved=i == 0)
+        check(call | dict.fromkeys(("k_offsets", "exact_k", "exact_v", "exact_slots")), backend)
+    heads = {name: call[name][:, :0] for name in ("k", "v", "k_codes", "k_norms", "v_codes", "v_norms", "k_offsets")}
+    heads |= {name: call[name][:, :, :0] for name in ("exact_k", "exact_v")}
+    check(call | {name: x.contiguous() for name, x in heads.items()}, backend)
+    assert check(call | {"q": call["q"][:, :0]}, backend).shape == (1030, 0, head_dim)
+
+
 @pytest.mark.contract(14)
 def test_empty_sizes(backend: torch.device) -> None:
     call = step()
