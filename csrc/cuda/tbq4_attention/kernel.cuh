@@ -89,6 +89,7 @@ template <int D, int kTiles> class CodeKernel {
       if (!segment.given()) break;
       constexpr float kUnit = kLevelUnit<Tile::kWidth>;
       if (ctas > 0) {
+        __syncwarp();  // what is parked overwrites the last tile, which every lane has read
         const ParkedCodes<D> parked(p_, shared_);
         const int own = warp();
         write_results<D, kTiles>(

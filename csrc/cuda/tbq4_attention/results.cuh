@@ -80,6 +80,7 @@ template <int D> __device__ __forceinline__ void merge_parked(const CodeParams& 
 #pragma unroll 1
   for (int base = 0; base < columns; base += threads) {
     const int i = base + thread, wanted = i / kQuarter, row = min_of(wanted, item.rows - 1), column = i % kQuarter * 4;
+    if (ctas > 1 && wanted >= item.rows) continue;  // nor reads what another thread writes below
     RowPart sum;
 #pragma unroll 4
     for (int warp = 0; warp < warps; ++warp) sum.state.max = fmaxf(sum.state.max, parked.state(warp, row).max);
@@ -96,7 +97,7 @@ template <int D> __device__ __forceinline__ void merge_parked(const CodeParams& 
     if (ctas == 1) {
       rotate_fours<kWidth, true>(sum.o);
       finish(wanted, column, sum);
-    } else if (wanted < item.rows) {
+    } else {
       parked.values(0, row, column) = sum.o;
       if (column == 0) parked.state(own, row) = sum.state;
     }
