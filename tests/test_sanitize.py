@@ -62,22 +62,33 @@ def test_a_tool_must_find_the_planted_bug_and_nothing_else(
 
 
 @pytest.mark.parametrize(("own", "planted", "code"), [(CLEAN, RACES, 0), (RACES, RACES, 1), (REFUSED, REFUSED, 1)])
-def test_exit_code(own: str, planted: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_code(
+    own: str,
+    planted: str,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     sanitizer = tmp_path / "compute-sanitizer"  # only says what a real one would
     lines = ["#!/bin/sh", 'case "$*" in', "*tests.sanitize.calls*) cat <<'END'", f"{own}END", ";;"]
     sanitizer.write_text("\n".join([*lines, "*) cat <<'END'", f"{planted}END", "esac", ""]))
     sanitizer.chmod(0o755)
     monkeypatch.setattr(runner, "find", lambda name, *more: str(sanitizer))
     monkeypatch.setattr(runner, "build_control", lambda folder: "control")
-    assert runner.main(["--tools", "racecheck", "--logs", str(tmp_path / "logs")]) == code
-    assert (tmp_path / "logs/racecheck.txt").read_text() == own + planted
+    assert runner.main(["--tools", "racecheck", "--ops", "rotate", "--logs", str(tmp_path / "logs")]) == code
+    assert (tmp_path / "logs/racecheck-tbq4_rotate.txt").read_text() == own
+    assert (tmp_path / "logs/racecheck-planted-bug.txt").read_text() == planted
+    text = capsys.readouterr().out
+    assert re.search(r"^racecheck tbq4_rotate: (0 in 9 calls|3 in 9 calls|did not run: Error: .*), \d s$", text, re.M)
 
 
 def test_a_tool_out_of_time_leaves_nothing_running(tmp_path: Path) -> None:
     tool = tmp_path / "compute-sanitizer"  # it starts its program and waits, as the real one
-    tool.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {tmp_path}/program\nwait\n")
+    tool.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {tmp_path}/program\necho so far\nwait\n")
     tool.chmod(0o755)
-    outcome = runner.sanitize(str(tool), "memcheck", [], runner.DONE, 0.5, [])
+    outcome = runner.sanitize(str(tool), runner.Job("memcheck", ("decode",)), "control", 0.5, [])
+    assert outcome.output == "so far\n"
     assert not outcome.passed
     assert "not done after" in outcome.problem
     program = Path("/proc", (tmp_path / "program").read_text().strip(), "stat")
@@ -86,6 +97,59 @@ def test_a_tool_out_of_time_leaves_nothing_running(tmp_path: Path) -> None:
         while (state := program.read_text().rsplit(")", 1)[1].split()[0]) != "Z":
             assert time.monotonic() < end, state
             time.sleep(0.01)
+
+
+def test_jobs_run_every_call_of_every_op_once_under_every_tool() -> None:
+    ran: dict[tuple[str, str], list[int]] = {}
+    jobs = runner.make_jobs(list(runner.TOOLS), "")
+    for job in jobs:
+        number, parts = map(int, job.part.split("/"))
+        for op in job.ops if not job.arch else ():
+            ran.setdefault((job.tool, op), []).extend(range(number - 1, 100, parts))
+    assert set(ran) == {(tool, op) for tool in runner.TOOLS for op in calls.CALLS}
+    assert all(sorted(numbers) == list(range(100)) for numbers in ran.values())
+    assert [job.tool for job in jobs if not job.ops] == list(runner.TOOLS)
+    assert {job.ops for job in runner.make_jobs(["memcheck"], "varlen|rotate")} == {
+        ("prefill_varlen",),
+        ("tbq4_rotate",),
+        (),
+    }
+
+
+def test_what_initcheck_cannot_see_is_read_back_of_other_kernels() -> None:
+    jobs = runner.make_jobs(["initcheck"], "")
+    for job in jobs:
+        hidden = bool(set(job.ops) & runner.BY_TMA)
+        assert ("--leave-outputs" in job.program("control")) == (hidden and not job.arch)
+        assert "PYTORCH_NO_CUDA_MEMORY_CACHING" in job.environment
+    (other,) = (job for job in jobs if job.arch)
+    assert set(other.ops) == runner.BY_TMA
+    assert other.environment["FLASHQ_CUDA_ARCH"] == "80"
+
+
+def test_one_job_that_does_not_pass_is_enough() -> None:
+    clean, found, late = read(CLEAN), read(RACES), runner.Outcome(None, "not done after 9 s")
+    jobs = [runner.Job("racecheck", ("decode",), part) for part in ("1/2", "2/2")]
+    assert runner.join(list(zip(jobs, (clean, clean), strict=True))).passed
+    assert runner.describe(runner.join(list(zip(jobs, (clean, late), strict=True)))) == (
+        "did not run: racecheck decode 2/2: not done after 9 s"
+    )
+    joined = runner.join(list(zip(jobs, (found, late), strict=True)))
+    assert joined.findings == 3
+    assert not joined.passed
+
+
+def test_parts_are_all_calls(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    ran = []
+    monkeypatch.setattr(calls, "run", lambda op, call, leave_outputs: ran.append((op, call[0][0].shape, call[1])))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    calls.main("tbq4_rotate")
+    whole = ran[:]
+    ran.clear()
+    for part in ("1/3", "2/3", "3/3"):
+        calls.main("tbq4_rotate", part, in_range=True)
+    assert sorted(map(str, ran)) == sorted(map(str, whole))
+    assert f"sanitize: {len(whole)} calls done\n" in capsys.readouterr().out
 
 
 def test_no_sanitizer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,7 @@
-"""Small calls of every CUDA op, for compute-sanitizer: `python -m tests.sanitize.calls [REGEX of op names]`.
+"""Small calls of every CUDA op, for compute-sanitizer: `python -m tests.sanitize.calls [OP,... [PART]]`.
+
+PART is for example 2/3, every third call from the second on. With --in-range, only calls whose indices are in range;
+with --leave-outputs, what an op returns is not copied back.
 
 Inputs are made on the CPU and copied, results are copied back: no kernel but flashq's own runs, so whatever a tool
 finds is flashq's, and initcheck, which also looks at the copies back, finds outputs that nothing wrote.
@@ -6,10 +9,10 @@ finds is flashq's, and initcheck, which also looks at the copies back, finds out
 
 from __future__ import annotations
 
-import re
 import sys
+import time
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -108,6 +111,12 @@ def rope_append() -> Iterator[Call]:
             more.append(_slots(5, 19, torch.int32))
         slots = _slots(5, 16 * page_size - 1, torch.int64)
         yield (q, k, v, *tables, positions, *planes, slots, *more), {"interleaved": page_size == 1}
+    for dtype, head_dim in BULK:  # a prompt
+        q, k = (_random(1030, heads, head_dim, dtype=dtype) for heads in (3, 1))
+        planes = [plane for _ in "kv" for plane in flashq.tbq4_quantize(_random(65, 1, 16, head_dim, dtype=dtype))]
+        tables, slots = [_random(7, 24, dtype=dtype) for _ in range(2)], _slots(1030, 1039, torch.int32)
+        pool = [_random(65, 16, 1, head_dim, dtype=dtype) for _ in "kv"]
+        yield (q, k, k, *tables, torch.arange(1030) % 7, *planes, slots, None, *pool, slots), {}
 
 
 def page_offsets(beyond: int = 0) -> Iterator[Call]:
@@ -171,15 +180,17 @@ def prefill_varlen() -> Iterator[Call]:
 
 
 def decode() -> Iterator[Call]:
-    """A sequence of all its pages but one token, and a short one; long ones without a table, packed ones too."""
-    for (q, k, v), page_size, chunk in product(_attention_inputs(), (1, 16, 50), (0, 256)):
+    """A sequence of all its pages but one token, and a short one; long ones without a table, packed ones too. Page
+    sizes and chunks take turns: under racecheck a call takes most of a second."""
+    for i, (q, k, v) in enumerate(_attention_inputs()):
+        page_size, chunk = (1, 16, 50)[i % 3], (0, 256)[i % 2]
         pages = k.shape[1] // page_size
         caches = [x[:, : pages * page_size].reshape(len(x) * pages, page_size, *x.shape[2:]) for x in (k, v)]
         table = torch.arange(len(q) * pages, dtype=torch.int32).flip(0).view(len(q), pages)
         yield (q, *caches, torch.tensor([pages * page_size - 1, 3][: len(q)]), table), {"kv_chunk": chunk}
-    for (q, k, v), chunk in product(_few_queries(), (0, 512)):
-        yield (q, k, v, torch.tensor([2999])), {"kv_chunk": chunk}
-        yield (q[0], k, v, torch.tensor([2999]), None, torch.tensor([0, q.shape[1]])), {"kv_chunk": chunk}
+    for i, (q, k, v) in enumerate(_few_queries()):
+        yield (q, k, v, torch.tensor([2999])), {"kv_chunk": (0, 512)[i % 2]}
+        yield (q[0], k, v, torch.tensor([2999]), None, torch.tensor([0, q.shape[1]])), {"kv_chunk": (512, 0)[i % 2]}
 
 
 def tbq4_attention() -> Iterator[Call]:
@@ -245,8 +256,8 @@ def to_gpu(x: Any) -> Any:
     return storage.cuda().as_strided(x.size(), x.stride(), x.storage_offset())
 
 
-def run(op: str, call: Call) -> None:
-    """One call on the GPU; its outputs and the tensors it may write come back."""
+def run(op: str, call: Call, leave_outputs: bool = False) -> None:
+    """One call on the GPU; its outputs, unless they are left there, and the tensors it may write come back."""
     arguments, options = call
     moved = [to_gpu(argument) for argument in arguments]
     options = {name: to_gpu(option) for name, option in options.items()}
@@ -256,24 +267,29 @@ def run(op: str, call: Call) -> None:
         if " of an earlier " not in str(error):  # FLASHQ_CHECK=1 tells of the call before, once
             raise
         outputs = getattr(torch.ops.flashq, op)(*moved, **options)
-    for tensor in [*(outputs if isinstance(outputs, tuple) else (outputs,)), *moved]:
+    returned = () if leave_outputs else outputs if isinstance(outputs, tuple) else (outputs,)
+    for tensor in [*returned, *moved]:
         if isinstance(tensor, Tensor) and tensor.is_contiguous():
             tensor.cpu()
 
 
-def main(pattern: str = "") -> None:
-    count = 0
-    for table in (CALLS, OUT_OF_RANGE):
-        for op, make in table.items():
-            if not re.search(pattern, op):
-                continue
-            for call in make():
-                run(op, call)
+def main(ops: str = "", part: str = "1/1", in_range: bool = False, leave_outputs: bool = False) -> None:
+    number, parts = (int(x) for x in part.split("/"))
+    total = 0
+    for op in ops.split(",") if ops else CALLS:
+        for table in (CALLS,) if in_range else (CALLS, OUT_OF_RANGE):
+            count, start = 0, time.perf_counter()
+            for call in islice(table.get(op, list)(), number - 1, None, parts):
+                run(op, call, leave_outputs)
                 count += 1
-    torch.cuda.synchronize()
-    print(f"sanitize: {count} calls done", flush=True)
+            torch.cuda.synchronize()
+            what = op if table is CALLS else f"{op} out of range"
+            print(f"sanitize: {what}: {count} calls, {time.perf_counter() - start:.1f} s", flush=True)
+            total += count
+    print(f"sanitize: {total} calls done", flush=True)
 
 
 if __name__ == "__main__":
+    words = [word for word in sys.argv[1:] if not word.startswith("--")]
     with torch.inference_mode():
-        main(*sys.argv[1:])
+        main(*words, in_range="--in-range" in sys.argv, leave_outputs="--leave-outputs" in sys.argv)
