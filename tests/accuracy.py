@@ -54,8 +54,9 @@ def check_16bit(
     lse). The reference runs on the CPU, if it is not too `big` for that."""
     with using_threads(threads):
         out, lse = call(op, *args, device=device, **kwargs)
-    inputs = [move(x, device if big else "cpu") for x in args]
-    compare_16bit(out, lse, op, *inputs, on_cuda=torch.device(device).type == "cuda", **kwargs)
+    place = device if big else "cpu"
+    inputs, options = [move(x, place) for x in args], {name: move(x, place) for name, x in kwargs.items()}
+    compare_16bit(out, lse, op, *inputs, on_cuda=torch.device(device).type == "cuda", **options)
     return out, lse
 
 
@@ -93,17 +94,23 @@ def relative_l2(out: Tensor, truth: Tensor) -> float:
 
 
 def check_tbq4(
-    *args: Tensor | None, threads: int = 1, device: torch.device | str = "cpu", **kwargs: Any
+    *args: Tensor | None,
+    threads: int = 1,
+    device: torch.device | str = "cpu",
+    big: bool = False,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Runs tbq4_attention with out_dtype=float32 and holds it to the contract; the arguments are the CPU's, where the
-    reference runs. Returns (out, lse)."""
+    """Runs tbq4_attention with out_dtype=float32 and holds it to the contract; the arguments are the CPU's. Returns
+    (out, lse). The reference runs on the CPU, if it is not too `big` for that."""
     q = args[0]
     kwargs["out_dtype"] = torch.float32
     with using_threads(threads):
         out, lse = call("tbq4_attention", *args, device=device, **kwargs)
     stats: reference.Stats = {}
     del kwargs["out_dtype"]
-    truth, true_lse = reference.tbq4_attention(*args, **kwargs, dtype=torch.float64, stats=stats)
+    place = device if big else "cpu"
+    inputs, options = [move(x, place) for x in args], {name: move(x, place) for name, x in kwargs.items()}
+    truth, true_lse = (x.cpu() for x in reference.tbq4_attention(*inputs, **options, dtype=torch.float64, stats=stats))
 
     assert out.shape == q.shape
     assert out.dtype == torch.float32

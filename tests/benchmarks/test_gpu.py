@@ -201,7 +201,7 @@ def test_a_graph_rotates_its_inputs_and_is_timed_by_call() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("mode", [[], ["--cool"]], ids=["hot", "cool"])
 def test_quick_run(mode: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    only = "^empty kernel|^merge_states bf16 8|^kv_append_ bf16 .*D128"
+    only = "^merge_states bf16 8" if mode else "^empty kernel|^merge_states bf16 8|^kv_append_ bf16 .*D128"  # pauses
     assert main(["cuda", "--quick", "--seconds", "0.01", "--only", only, "--out", str(tmp_path), *mode]) == 0
     (path,) = tmp_path.glob("*.json")
     assert re.search("-cool$" if mode else "-hot$", path.stem)
@@ -209,7 +209,7 @@ def test_quick_run(mode: list[str], tmp_path: Path, capsys: pytest.CaptureFixtur
     assert document["environment"]["mode"] == ("cool" if mode else "hot")
     assert document["environment"]["sms"] > 0
     rows = {row["name"].split()[0]: row for row in document["rows"]}
-    assert set(rows) == {"empty", "kv_append_", "merge_states"}
+    assert set(rows) == ({"merge_states"} if mode else {"empty", "kv_append_", "merge_states"})
     assert set(rows["merge_states"]["ratios"]) == {"eager", small_ops.COPY}
     assert rows["merge_states"]["ceiling"] > 0
     for row in rows.values():

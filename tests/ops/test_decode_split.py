@@ -54,7 +54,8 @@ def test_ragged_lengths(dim: int, group: int, q_len: int, kv_chunk: int) -> None
     kv_heads = 1 if group > 8 else 2
     cache = make_cache(RAGGED, kv_heads=kv_heads, dim=dim)
     q = randn(len(RAGGED), q_len, kv_heads * group, dim, dtype=torch.bfloat16)
-    check_16bit("decode", q, *cache, device="cuda", kv_chunk=kv_chunk, sinks=randn(kv_heads * group, seed=5))
+    sinks = randn(kv_heads * group, seed=5)
+    check_16bit("decode", q, *cache, device="cuda", big=True, kv_chunk=kv_chunk, sinks=sinks)
 
 
 @pytest.mark.parametrize("length", [0, 1, 17, 1000, 4096])
@@ -97,7 +98,7 @@ def test_sequences_that_are_alike(batch: int, length: int, kv_heads: int, group:
 def test_more_sequences_than_ctas(page_size: int) -> None:
     lengths = tuple(int(n) for n in torch.randint(0, 700, (400,), generator=torch.Generator().manual_seed(0)))
     cache = make_cache(lengths, page_size=page_size)
-    check_16bit("decode", randn(len(lengths), 1, 8, 64, dtype=torch.bfloat16), *cache, device="cuda")
+    check_16bit("decode", randn(len(lengths), 1, 8, 64, dtype=torch.bfloat16), *cache, device="cuda", big=True)
 
 
 @pytest.mark.parametrize("window", [0, 1, 100, 1000])
@@ -118,7 +119,7 @@ def test_packed_queries_of_very_different_numbers() -> None:
     cu = torch.tensor([0, *q_lens]).cumsum(0)
     q = randn(int(cu[-1]) + 5, 8, 64, dtype=torch.bfloat16)
     for options in ({}, {"max_seqlen_q": 1}, {"kv_chunk": 512}):
-        out, lse = check_16bit("decode", q, *make_cache(RAGGED), cu, device="cuda", **options)
+        out, lse = check_16bit("decode", q, *make_cache(RAGGED), cu, device="cuda", big=True, **options)
         assert not out[-5:].any()
         assert (lse[:, -5:] == float("-inf")).all()
 

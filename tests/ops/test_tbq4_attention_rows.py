@@ -56,7 +56,7 @@ def test_keys_are_split_for_short_queries(head_dim: int, exact: tuple[int, int])
     }  # fmt: skip
     for change in ({}, {"mask": (True, 5000)}, {"kv_start": True}, {"offsets": "large"}):
         args, options = build(case | change)
-        check_tbq4(*args, device="cuda", **options)
+        check_tbq4(*args, device="cuda", big=True, **options)
 
 
 @pytest.mark.contract(9)
