@@ -15,7 +15,11 @@ namespace flashq::cuda {
 namespace {
 
 constexpr int kMostThreads = 1024, kExactThreads = 512;  // of a block; the latter where there are exact tokens
-constexpr int kBatch = 5;                                // partials in flight of a thread
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kBatch = 4;  // partials in flight of a thread: with 5 it spills there
+#else
+constexpr int kBatch = 5;
+#endif
 constexpr int64_t kRun = 8;          // partials of a group: with more of them, more groups share a row
 constexpr int64_t kChunkGroups = 8;  // with kv_chunk: a row's bits must not depend on its batch mates
 constexpr int64_t kExactGroups = 8;  // at least, where there are exact tokens
