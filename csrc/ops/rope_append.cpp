@@ -57,8 +57,8 @@ ExactPool view_pool(const Op& op, const OptionalTensor& exact_k, const OptionalT
 }
 
 // From so many tokens on a GPU turns keys first, and quantizes them as tbq4_append_ does: 8192 tokens of 32 query and 8
-// KV heads take 63 us on an H200, not 159, 1024 tokens 19 us, not 21.
-constexpr int64_t kLeastPromptTokens = 1024;
+// KV heads take 63 us on an H200, not 159.
+constexpr int64_t kLeastPromptTokens = 512;
 
 void run_prompt(const Call& call, const Tbq4RopeAppendParams& p, ScalarType dtype) {
   const AppendSource& s = p.source;
