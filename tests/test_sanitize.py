@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -150,6 +153,28 @@ def test_parts_are_all_calls(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         calls.main("tbq4_rotate", part, in_range=True)
     assert sorted(map(str, ran)) == sorted(map(str, whole))
     assert f"sanitize: {len(whole)} calls done\n" in capsys.readouterr().out
+
+
+def test_a_runner_that_is_ended_leaves_nothing_running(tmp_path: Path) -> None:
+    tool = tmp_path / "bin/compute-sanitizer"
+    tool.parent.mkdir()
+    tool.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {tmp_path}/program\nwait\n")
+    (tmp_path / "bin/nvcc").write_text("#!/bin/sh\nexit 0\n")
+    for path in tool.parent.iterdir():
+        path.chmod(0o755)
+    command = [sys.executable, "-m", "tests.sanitize", "--tools", "memcheck", "--ops", "rotate", "--jobs", "1"]
+    environment = os.environ | {"PATH": f"{tool.parent}:{os.environ['PATH']}"}
+    with subprocess.Popen(command, cwd=runner.ROOT, env=environment, stdout=subprocess.DEVNULL) as process:
+        end = time.monotonic() + 30
+        while not (tmp_path / "program").exists() or not (number := (tmp_path / "program").read_text().strip()):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(10) == 128 + signal.SIGTERM
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        while (state := Path("/proc", number, "stat").read_text().rsplit(")", 1)[1].split()[0]) != "Z":
+            assert time.monotonic() < end, state
+            time.sleep(0.01)
 
 
 def test_no_sanitizer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
