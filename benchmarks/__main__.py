@@ -74,6 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     shared.add_argument("--only", type=regex, metavar="REGEX", help="rows whose name it matches somewhere")
     shared.add_argument("--seconds", type=duration, help="for every row (default: 4 on the CPU, 1 on a GPU)")
     shared.add_argument("--out", type=Path, default=Path(__file__).parent / "results", metavar="FOLDER")
+    shared.add_argument("--label", help="last word of the result files' names, for a part of the rows (--only)")
     on_cpu = commands.add_parser("cpu", parents=[shared], help="every op, beside torch and this machine's ceilings")
     on_cpu.add_argument("--isa", choices=machine.cpu_levels().available, help="another level of the CPU kernels")
     for name, (text, _) in GPU_COMMANDS.items():
@@ -133,7 +134,7 @@ def _run(
         console.print("note: other programs are running; the figures will be too low", style="yellow")
     results, failed = measure_all(cases, measure_row, console)
     if results:
-        stem = report.file_stem(environment, options.command)
+        stem = report.file_stem(environment, options.command, options.label)
         written = report.write_all(options.out, stem, environment, results, plot=options.command == "cpu")
         console.print("written: " + ", ".join(map(str, written)), markup=False, highlight=False, soft_wrap=True)
     return 1 if failed else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import statistics
 import sys
 import time
@@ -113,6 +114,9 @@ def capture(calls: Sequence[Call], least_seconds: float = GRAPH_SECONDS) -> Grap
 def time_in_turns(graphs: Mapping[str, Graph], seconds: float, pause: float = 0.0) -> dict[str, list[float]]:
     """Replay the graphs in turns, for about `seconds` and at least MIN_ROUNDS rounds.
 
+    Every round has an order of its own: where all follow each other in one order, who comes after a contender that
+    draws little power finds the GPU at a higher clock.
+
     Args:
         graphs: contender -> graph.
         pause: seconds that the GPU idles before every replay; 0: none at all, the replays stand back to back.
@@ -121,6 +125,7 @@ def time_in_turns(graphs: Mapping[str, Graph], seconds: float, pause: float = 0.
         name -> seconds a call, one entry a round.
     """
     taken: dict[str, list[float]] = {name: [] for name in graphs}
+    shuffle = random.Random(0)
     warm = time.perf_counter() + WARM_SECONDS
     while time.perf_counter() < warm:
         for graph in graphs.values():
@@ -130,7 +135,7 @@ def time_in_turns(graphs: Mapping[str, Graph], seconds: float, pause: float = 0.
     while rounds < MIN_ROUNDS or (rounds < MAX_ROUNDS and time.perf_counter() < end):
         marks = []
         for _ in range(WINDOW):
-            for name, graph in graphs.items():
+            for name in shuffle.sample(list(graphs), len(graphs)):
                 if pause > 0:
                     torch.cuda.synchronize()
                     time.sleep(pause)
@@ -138,7 +143,7 @@ def time_in_turns(graphs: Mapping[str, Graph], seconds: float, pause: float = 0.
                     gpu_probes.spin(1e-4)  # the first replay is queued before its clock starts
                 start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()
-                graph.graph.replay()
+                graphs[name].graph.replay()
                 stop.record()
                 marks.append((name, start, stop))
         torch.cuda.synchronize()

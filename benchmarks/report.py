@@ -27,14 +27,15 @@ UNITS = {
 }
 
 
-def file_stem(environment: dict[str, Any], command: str) -> str:
-    """cpu-amd-epyc-2t-avx2, cuda-nvidia-h200-hot: what a result file is called."""
+def file_stem(environment: dict[str, Any], command: str, label: str | None = None) -> str:
+    """cpu-amd-epyc-2t-avx2, cuda-nvidia-h200-hot: what a result file is called; `label` comes last."""
     if "gpu" in environment:
         words = [command, environment["gpu"], environment["mode"]]
         if environment.get("forced_arch"):
             words.append(f"sm{environment['forced_arch']}")
     else:
         words = [command, environment["cpu"], f"{environment['threads']}t", environment["cpu_level"]]
+    words += [label] if label else []
     return "-".join(re.sub(r"[^a-z0-9]+", "-", str(word).lower()).strip("-") for word in words)
 
 

@@ -8,8 +8,11 @@
 #include <cmath>
 #include <string_view>
 
+#include "cuda/launch_overlapped.h"
 #include "cuda/prefill_sm90.h"
+#include "cuda/prefill_sm90/combine.cuh"
 #include "cuda/prefill_sm90/launch.h"
+#include "cuda/prefill_sm90/plan.cuh"
 #include "cuda/sequences.cuh"
 
 namespace flashq::cuda {
@@ -63,6 +66,24 @@ bool prefill_sm90_takes(const Attention16Params& p, const Device& device) {
 int64_t prefill_sm90_scratch_bytes(const Attention16Params& p) {
   return sm90::ScratchPlan(p, sm90::count_splits(p)).end;
 }
+
+namespace sm90 {
+
+void launch_plan(const Attention16Params& p, const Schedule& s, int tile_q, const Launch& launch) {
+  plan_prefill<<<1, kPlanThreads, 0, static_cast<cudaStream_t>(launch.stream)>>>(p, s.pack_log2, s.head_packs, tile_q);
+}
+
+void launch_combine(const Attention16Params& p, const Params& params, const Launch& launch) {
+  const QueryView& q = p.query;
+  const auto blocks = static_cast<unsigned>(ceil_div(q.total_tokens * q.q_heads, kCombineWarps));
+  const auto kernel = q.dtype == Dtype::kBfloat16 ? combine_splits<Bfloat16> : combine_splits<Float16>;
+  launch_overlapped<QueryView, const float*, const float*, int>(kernel, blocks, 32 * kCombineWarps, 0,
+                                                                static_cast<cudaStream_t>(launch.stream), q,
+                                                                params.partial_out, params.partial_lse,
+                                                                params.schedule.splits);
+}
+
+}  // namespace sm90
 
 Status prefill_sm90(const Attention16Params& p, const Device& device, const Launch& launch) {
   if (p.query.head_dim <= 64) return sm90::launch_prefill<64>(p, device, launch);

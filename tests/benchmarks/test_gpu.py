@@ -102,6 +102,7 @@ def test_report_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     result.alone, result.host = 5e-6, {"flashq": 7e-6, "eager": 9e-6}
     stem = report.file_stem(ENVIRONMENT, "cuda")
     assert stem == "cuda-nvidia-x1-hot"
+    assert report.file_stem(ENVIRONMENT, "cuda", "Some rows") == f"{stem}-some-rows"
     written = report.write_all(tmp_path, stem, ENVIRONMENT, [result], plot=False)
     assert [path.name for path in written] == [f"{stem}.{ending}" for ending in ("json", "md", "csv")]
     text = written[1].read_text()

@@ -57,13 +57,13 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
     if (lane == 0) empty[ring.at].arrive();
     ring.advance();
   };
-  ptx::Barrier* unread = nullptr;  // of the Q buffer whose O the TMA may still be reading
+  int unread = -1;  // the Q buffer whose O the TMA may still be reading
   const auto retire_store = [&] {
-    if (leader && unread) {
+    if (leader && unread >= 0) {
       ptx::tma_store_wait_read();
-      unread->arrive();
+      shared.q_empty[unread][wg].arrive();
     }
-    unread = nullptr;
+    unread = -1;
   };
   const auto take_turn = [&] {
     if constexpr (C::kPingPong) ptx::named_barrier_sync(C::turn_barrier(wg), 256);
@@ -118,7 +118,8 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
       if constexpr (C::kGeneral) {
         if (C::kSkipsMaxima && !masked.value && capped && p.cap.largest_square >= 0 && !missing) {
           // Rows past the sequence's end have no say: results must not depend on what lies there.
-          const int past = (tile.q_len << p.schedule.pack_log2) - row0 - row_of_thread(ptx::fresh_thread());
+          const int past =
+              (tile.q_len << p.schedule.pack_log2) - row0 - row_of_thread(static_cast<unsigned>(ptx::fresh_thread()));
           const auto ignored = [&](int h) { return past <= 8 * h; };
           if (softmax_alike<Element>(s, rows, p.scale_log2, HardlyCapped{p.cap}, prob, bad, ignored, then))
             return false;
@@ -144,9 +145,10 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
         const uint32_t there = ~columns_missing(missing);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int thread = ptx::fresh_thread(), row = row0 + row_of_thread(thread) + 8 * h;
+          const unsigned thread = ptx::fresh_thread();
+          const int row = row0 + row_of_thread(thread) + 8 * h;
           const Keys keys = visible_keys(p.schedule, tile, row >> p.schedule.pack_log2);
-          const int left = n * kTileK + thread % 4 * 2;
+          const int left = n * kTileK + static_cast<int>(thread % 4 * 2);
           mask_row(s, h, columns_in(keys.begin - left, keys.end - left) & there);
         }
       }
@@ -162,11 +164,10 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
     constexpr std::true_type kMasked;
     constexpr std::false_type kClear;
 
-    auto& staged = shared.q[q_ring.at][wg];
-    ptx::Barrier* staged_empty = &shared.q_empty[q_ring.at][wg];
+    const int staged_at = q_ring.at;
     if (kStartEarly ? first == end : true) shared.q_full[q_ring.at][wg].wait(q_ring.parity);
     if (first == end) {
-      retire_store();
+      if constexpr (!kStartEarly) retire_store();
     } else {
       int n = end - 1;
       if constexpr (!kStartEarly) {
@@ -181,7 +182,6 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
       const uint32_t missing = take_missing();
       release(shared.k_empty, k_ring);
       weigh(kMasked, n, missing, [] {});
-      if constexpr (kStartEarly) retire_store();
       if (const int last = tile.kv_len - n * kTileK; p.shared_keys && last < kTileK) {
         shared.v_full[v_ring.at].wait(v_ring.parity);
         clear_rows<C>(shared.v[v_ring.at], last, kTileK, wg);
@@ -193,6 +193,7 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
         shared.v_full[v_ring.at].wait(v_ring.parity);
         issue_output();
         pass_turn();
+        if constexpr (kStartEarly) retire_store();
         ptx::wgmma_wait<1>();
         ptx::pin(s);
         const uint32_t missing = take_missing();
@@ -225,10 +226,11 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
     q_ring.advance();
     slots.advance();
     if constexpr (kStartEarly) {
-      shared.tile_full[slots.at].wait(slots.parity);
-      await_first_keys();
       take_turn();
       issue_output();
+      retire_store();  // here and in step() while products run: it takes some 400 cycles
+      shared.tile_full[slots.at].wait(slots.parity);
+      await_first_keys();
       issue_scores();
       pass_turn();
       ptx::wgmma_wait<1>();
@@ -236,8 +238,8 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
       if (first < end) release(shared.v_empty, v_ring);
     }
 
-    finish_tile<C>(p, tile, wg, staged, found_all, o, rows);
-    unread = staged_empty;
+    finish_tile<C>(p, tile, wg, shared.q[staged_at][wg], found_all, o, rows);
+    unread = staged_at;
     if constexpr (!kStartEarly) {
       retire_store();
       shared.tile_full[slots.at].wait(slots.parity);

@@ -34,27 +34,24 @@ __device__ __forceinline__ float log2_approx(float x) {
   return y;
 }
 
-// cuda::finish_row by the special function unit and, where there are no sinks, without branches (two rows take some 500
-// cycles less); writes the row's lse. `sum` is the whole row's. `sees`: some key, as far as is known without the page
-// table and the scores.
+// cuda::finish_row by the special function unit and, where there are no sinks, without branches. `sum` is the whole
+// row's. `sees`: some key, as far as is known without the page table and the scores.
 __device__ __forceinline__ FinishedRow finish_row(const Params& p, const Tile& tile, RowPlace place, float max,
                                                   float sum, bool sees) {
   SoftmaxState<Binary> state{max * p.scale_log2, sum};
   float weight = 1, nothing = -kInf;  // the lse of a row that sees no key
   if (p.sinks && tile.kv_len >= 0 && tile.split == 0) nothing = p.sinks[place.head * p.sinks_stride];
-  if (nothing != -kInf) {
-    weight = merge(state, SoftmaxState<Binary>{nothing * kLog2E, 1}).a;
-  }
-  const FinishedRow done{sees ? (state.max + log2_approx(state.sum)) * kLn2 : nothing,
-                         sees ? __fdividef(weight, state.sum) : 0,
-                         !sees};  // of nothing but -inf scores: -inf, and 0 / 0
-  if (ptx::fresh_thread() % 4 == 0 && place.query < tile.q_len) {
-    float* to = p.lse + tile.batch * p.lse_stride[0] + place.head * p.lse_stride[1] +
-                (tile.q_begin + place.query) * p.lse_stride[2];
-    if (p.schedule.splits > 1) to = p.partial_lse + partial_row(p, tile, place);
-    *to = done.lse;
-  }
-  return done;
+  if (nothing != -kInf) weight = merge(state, SoftmaxState<Binary>{nothing * kLog2E, 1}).a;
+  return {sees ? (state.max + log2_approx(state.sum)) * kLn2 : nothing, sees ? __fdividef(weight, state.sum) : 0,
+          !sees};  // of nothing but -inf scores: -inf, and 0 / 0
+}
+
+__device__ __forceinline__ void store_lse(const Params& p, const Tile& tile, RowPlace place, float lse) {
+  if (place.query >= tile.q_len) return;
+  float* to = p.lse + tile.batch * p.lse_stride[0] + place.head * p.lse_stride[1] +
+              (tile.q_begin + place.query) * p.lse_stride[2];
+  if (p.schedule.splits > 1) to = p.partial_lse + partial_row(p, tile, place);
+  *to = lse;
 }
 
 // Rows of one warp (16, from `row0` on) that see one key, and no sink. `found`: this thread's rows, lane / 4 and 8
@@ -98,7 +95,7 @@ __device__ __forceinline__ void store_rows(const Params& p, const Tile& tile, in
 // Rows of a split, in fp32, for combine.cuh.
 template <int kTileD>
 __device__ __forceinline__ void store_partial(const Params& p, const Tile& tile, int thread_row,
-                                              const float (&o)[kTileD / 2], const FinishedRow (&done)[2]) {
+                                              const float (&o)[kTileD / 2], const float (&scale)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const RowPlace place = place_row(p.schedule, tile, thread_row + 8 * h);
@@ -108,7 +105,7 @@ __device__ __forceinline__ void store_partial(const Params& p, const Tile& tile,
     for (int j = 0; j < kTileD / 8; ++j) {
       const int column = 8 * j + static_cast<int>(threadIdx.x % 4) * 2;
       if (column < p.head_dim)
-        store(out + column, float2{o[4 * j + 2 * h] * done[h].scale, o[4 * j + 2 * h + 1] * done[h].scale});
+        store(out + column, float2{o[4 * j + 2 * h] * scale[h], o[4 * j + 2 * h + 1] * scale[h]});
     }
   }
 }
@@ -133,47 +130,50 @@ __device__ __forceinline__ void finish_tile(const Params& p, const Tile& tile, i
                                             typename C::SharedMemory::Box (&staged)[C::kBoxes][C::kRows],
                                             bool found_all, float (&o)[C::kTileD / 2], RowState& rows) {
   using Element = typename C::Element;
-  const int thread = ptx::fresh_thread(), lane = thread % 32;
-  const int row0 = tile.row + wg * C::kRows, warp_row = thread % 128 / 32 * 16;
-  FinishedRow done[2];
+  const unsigned thread = ptx::fresh_thread(), lane = thread % 32;  // shifts and masks, unlike of an int
+  const int row0 = tile.row + wg * C::kRows, warp_row = static_cast<int>(thread % 128 / 32 * 16);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     rows.sum[h] += __shfl_xor_sync(~0u, rows.sum[h], 1);
     rows.sum[h] += __shfl_xor_sync(~0u, rows.sum[h], 2);
-    const RowPlace place = place_row(p.schedule, tile, row0 + row_of_thread(ptx::fresh_thread()) + 8 * h);
-    const Keys keys = visible_keys(p.schedule, tile, place.query);
-    const bool sees = max(keys.begin, tile.first * C::kTileK) < min(keys.end, tile.end * C::kTileK);
-    done[h] = finish_row(p, tile, place, rows.max[h], rows.sum[h], sees && (found_all || rows.sum[h] != 0));
   }
-  if (done[0].zero || done[1].zero) {
-#pragma unroll
-    for (int i = 0; i < C::kTileD / 2; ++i) o[i] = done[i / 2 % 2].zero ? 0 : o[i];
-  }
-  // The number of visible keys is least at an end of the rows.
-  const auto count_keys = [&](int row) {
-    const Keys keys = visible_keys(p.schedule, tile, row >> p.schedule.pack_log2);
-    return keys.end - keys.begin;
-  };
-  const bool lone = min(count_keys(row0), count_keys(row0 + C::kRows - 1)) <= 1;
   const bool found[2] = {rows.sum[0] > 0, rows.sum[1] > 0};
+  // Of the four lanes that share two rows, each finishes one: odd lanes the second one.
+  const bool odd = thread % 2 != 0;
+  const auto find_place = [&] {
+    const unsigned fresh = ptx::fresh_thread();
+    return place_row(p.schedule, tile, row0 + row_of_thread(fresh) + static_cast<int>(fresh % 2 * 8));
+  };
+  const RowPlace place = find_place();
+  const Keys keys = visible_keys(p.schedule, tile, place.query);
+  const float sum = odd ? rows.sum[1] : rows.sum[0], max = odd ? rows.max[1] : rows.max[0];
+  const bool sees = ::max(keys.begin, tile.first * C::kTileK) < min(keys.end, tile.end * C::kTileK);
+  const FinishedRow done = finish_row(p, tile, place, max, sum, sees && (found_all || sum != 0));
+  const float other = __shfl_xor_sync(~0u, done.scale, 1);
+  const float scale[2] = {odd ? other : done.scale, odd ? done.scale : other};
+  if (const unsigned zero = __ballot_sync(~0u, done.zero)) {
+#pragma unroll
+    for (int i = 0; i < C::kTileD / 2; ++i) o[i] = zero >> ((lane & ~1u) | i / 2 % 2) & 1 ? 0 : o[i];
+  }
+  const bool lone = __any_sync(~0u, keys.end - keys.begin <= 1);
   // All four warps are done with Q; where they take turns, they have met since.
   if constexpr (!C::kStartEarly) ptx::named_barrier_sync(C::warpgroup_barrier(wg), 128);
   if (p.schedule.splits > 1) {
-    store_partial<C::kTileD>(p, tile, row0 + row_of_thread(ptx::fresh_thread()), o, done);
+    store_partial<C::kTileD>(p, tile, row0 + row_of_thread(thread), o, scale);
     if (lone) copy_lone_partials<Element>(p, tile, row0 + warp_row, found);
   } else {
     // O through Q's buffer. Lane 8 i + j names row j of tile i of 8 x 8 values; tiles are rows 0-7 and 8-15 of
     // columns 0-7, then of columns 8-15.
-    const uint32_t staged_row = ptx::shared_address(staged) + (warp_row + lane % 16) * 128;
+    const uint32_t staged_lane =
+        ptx::shared_address(staged) + (warp_row + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
 #pragma unroll
-    for (int c = 0; c < C::kTileD / 16; ++c) {
+    for (int c = 0; c < C::kTileD / 16; ++c) {  // chunks 2 c and 2 c + 1, of 16 bytes
       const float* x = &o[8 * c];
-      const int chunk = 2 * c + lane / 16;  // of 16 bytes
-      ptx::stmatrix_x4(staged_row + chunk / 8 * sizeof staged[0] + (chunk ^ lane) % 8 * 16,
-                       ptx::pack<Element>(x[0] * done[0].scale, x[1] * done[0].scale),
-                       ptx::pack<Element>(x[2] * done[1].scale, x[3] * done[1].scale),
-                       ptx::pack<Element>(x[4] * done[0].scale, x[5] * done[0].scale),
-                       ptx::pack<Element>(x[6] * done[1].scale, x[7] * done[1].scale));
+      ptx::stmatrix_x4((staged_lane ^ c % 4 * 32) + c / 4 * sizeof staged[0],
+                       ptx::pack<Element>(x[0] * scale[0], x[1] * scale[0]),
+                       ptx::pack<Element>(x[2] * scale[1], x[3] * scale[1]),
+                       ptx::pack<Element>(x[4] * scale[0], x[5] * scale[0]),
+                       ptx::pack<Element>(x[6] * scale[1], x[7] * scale[1]));
     }
     if (lone) {
       __syncwarp();
@@ -196,6 +196,7 @@ __device__ __forceinline__ void finish_tile(const Params& p, const Tile& tile, i
       ptx::tma_store_commit();
     }
   }
+  if (ptx::fresh_thread() % 4 < 2) store_lse(p, tile, find_place(), done.lse);  // late: no fence waits for it
 }
 
 }  // namespace flashq::cuda::sm90

@@ -11,10 +11,8 @@
 #include "cuda/launch_overlapped.h"
 #include "cuda/opt_in.h"
 #include "cuda/prefill_sm90.h"
-#include "cuda/prefill_sm90/combine.cuh"
 #include "cuda/prefill_sm90/consumer.cuh"
 #include "cuda/prefill_sm90/launch.h"
-#include "cuda/prefill_sm90/plan.cuh"
 #include "cuda/prefill_sm90/producer.cuh"
 #include "cuda/ptx/dependent_launch.cuh"
 #include "cuda/ptx/tensor_map.h"
@@ -167,7 +165,7 @@ template <class C> Status run(const Attention16Params& a, const Device& device, 
   const auto plan = static_cast<Plan*>(a.scratch);
   const bool planned = q.cu_seqlens_q.given() || is_cache(a);
   if (planned) {
-    plan_prefill<<<1, kPlanThreads, 0, stream>>>(a, s.pack_log2, s.head_packs, C::kTileQ);
+    launch_plan(a, s, C::kTileQ, where);
     s.plan = plan;
   }
   if (s.splits > 1) {
@@ -192,12 +190,7 @@ template <class C> Status run(const Attention16Params& a, const Device& device, 
   opt_in<prefill_kernel<C>>(where.device, kSharedBytes);
   const auto grid = static_cast<unsigned>(std::min<int64_t>(device.sm_count, items));
   launch_overlapped(prefill_kernel<C>, grid, C::kThreads, kSharedBytes, stream, p);
-  if (s.splits > 1) {
-    const auto blocks = static_cast<unsigned>(ceil_div(q.total_tokens * q.q_heads, kCombineWarps));
-    launch_overlapped<QueryView, const float*, const float*, int>(combine_splits<typename C::Element>, blocks,
-                                                                  32 * kCombineWarps, 0, stream, q, p.partial_out,
-                                                                  p.partial_lse, s.splits);
-  }
+  if (s.splits > 1) launch_combine(a, p, where);
   return launch_status();
 }
 

@@ -68,6 +68,10 @@ struct ScratchPlan {
   }
 };
 
+// The small kernels around it. launch_status() tells of both.
+void launch_plan(const Attention16Params&, const Schedule&, int tile_q, const Launch&);
+void launch_combine(const Attention16Params&, const Params&, const Launch&);
+
 // head_dim <= kTileD: 64, 128 or 256.
 template <int kTileD> [[nodiscard]] Status launch_prefill(const Attention16Params&, const Device&, const Launch&);
 

@@ -2,12 +2,15 @@
 #pragma once
 #include "cuda/prefill_sm90/schedule.cuh"
 #include "cuda/ptx/math.cuh"
+#include "cuda/ptx/mma.cuh"
 #include "cuda/score_mask.cuh"
 
 namespace flashq::cuda::sm90 {
 
-// The first of a thread's rows, of the 64 of its warpgroup.
-__device__ __forceinline__ int row_of_thread(int thread) { return thread % 128 / 32 * 16 + thread % 32 / 4; }
+// The first of a thread's rows, of the 64 of its warpgroup. Of an unsigned number it takes fewer instructions.
+template <class Thread> __device__ __forceinline__ int row_of_thread(Thread thread) {
+  return static_cast<int>(thread % 128 / 32 * 16 + thread % 32 / 4);
+}
 
 // `max` is the reference that exponents are taken against, of scores before scale_log2; it may stay behind the true
 // maximum, see softmax(). `sum` is this thread's part.
@@ -15,23 +18,26 @@ struct RowState { float max[2], sum[2]; };
 
 // Exponents of 2, of two scores of row h: value * scale_log2 - offset. fits(h): whether that held for all of them.
 struct Plain {
+  static constexpr int kAhead = 0;  // a multiply-add each, which hides behind the exponentials
   float scale_log2;
-  __device__ __forceinline__ void exponents(int, float a, float b, float offset, float (&e)[2]) {
-    e[0] = fmaf(a, scale_log2, -offset);
-    e[1] = fmaf(b, scale_log2, -offset);
+  __device__ __forceinline__ void exponents(float a, float b, float offset, int, float& to_a, float& to_b) const {
+    to_a = fmaf(a, scale_log2, -offset);
+    to_b = fmaf(b, scale_log2, -offset);
   }
   __device__ __forceinline__ bool fits(int) const { return true; }
 };
 // Where all scores are far below the cap: on the FMA pipe, because the special function unit has its exponentials to
 // do.
 struct HardlyCapped {
+  // A quarter of them, while O is under way (D 128: 7 %; half of them spill registers and lose 8 %).
+  static constexpr int kAhead = 16;
   const Cap& cap;
   int largest[2] = {0, 0};  // bits of the largest square
-  __device__ __forceinline__ void exponents(int h, float a, float b, float offset, float (&e)[2]) {
+  __device__ __forceinline__ void exponents(float a, float b, float offset, int h, float& to_a, float& to_b) {
     const float aa = a * a, bb = b * b;
     largest[h] = __vimax3_s32(largest[h], __float_as_int(aa), __float_as_int(bb));
-    e[0] = fmaf(a, fmaf(cap.exponent_factor[1], aa, cap.exponent_factor[0]), -offset);
-    e[1] = fmaf(b, fmaf(cap.exponent_factor[1], bb, cap.exponent_factor[0]), -offset);
+    to_a = fmaf(a, fmaf(cap.exponent_factor[1], aa, cap.exponent_factor[0]), -offset);
+    to_b = fmaf(b, fmaf(cap.exponent_factor[1], bb, cap.exponent_factor[0]), -offset);
   }
   __device__ __forceinline__ bool fits(int h) const { return __int_as_float(largest[h]) <= cap.largest_square; }
 };
@@ -83,25 +89,43 @@ __device__ __forceinline__ void find_largest(const float (&s)[kCount], const Row
 // P, a thread's part: pairs of columns in 16 bits, as the operand of a product (ptx/wgmma.cuh).
 template <int kCount> using Probabilities = uint32_t[kCount / 8][4];
 
-// P = exp2(exponents(s)), and its sums. then() comes before P is written.
+// P = exp2(exponents(s)), and its sums. then() comes before P is written, and after the exponents of the first
+// Rule::kAhead scores: if stray() says after these that the rule does not fit, the rest is left out. Returns whether
+// it was not.
 template <class Element, int kCount, class Rule>
-__device__ __forceinline__ void exponentiate(const float (&s)[kCount], const float (&offset)[2], Rule& rule,
-                                             Probabilities<kCount>& prob, float (&sum)[2], const auto& then) {
+__device__ __forceinline__ bool exponentiate(const float (&s)[kCount], const float (&offset)[2], Rule& rule,
+                                             Probabilities<kCount>& prob, float (&sum)[2], const auto& stray,
+                                             const auto& then) {
+  constexpr int kAhead = Rule::kAhead;
+  float e[kCount];
+  const auto find_exponents = [&](int i) {
+    const int h = i / 2 % 2;
+    rule.exponents(s[i], s[i + 1], offset[h], h, e[i], e[i + 1]);
+  };
+  if constexpr (kAhead > 0) {
+#pragma unroll
+    for (int i = 0; i < kAhead; i += 2) find_exponents(i);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) asm volatile("" : "+f"(e[i])::"memory");
+    if (__any_sync(~0u, stray())) {  // and so the code before it stays there
+      then();
+      return false;
+    }
+  }
   then();
   float part[4] = {};
 #pragma unroll
   for (int i = 0; i < kCount; i += 2) {
     const int h = i / 2 % 2;
-    float e[2];
-    rule.exponents(h, s[i], s[i + 1], offset[h], e);
-    e[0] = ptx::exp2_approx(e[0]);
-    e[1] = ptx::exp2_approx(e[1]);
-    part[2 * h] += e[0];
-    part[2 * h + 1] += e[1];
-    prob[i / 8][i / 2 % 4] = ptx::pack<Element>(e[0], e[1]);
+    if (i >= kAhead) find_exponents(i);
+    const float a = ptx::exp2_approx(e[i]), b = ptx::exp2_approx(e[i + 1]);
+    part[2 * h] += a;
+    part[2 * h + 1] += b;
+    prob[i / 8][i / 2 % 4] = ptx::pack<Element>(a, b);
   }
   sum[0] = part[0] + part[1];
   sum[1] = part[2] + part[3];
+  return true;
 }
 
 // References follow the rows' maxima only where that is needed, so O is seldom rescaled (5 %).
@@ -117,9 +141,10 @@ __device__ __forceinline__ bool softmax_alike(const float (&s)[kCount], RowState
                                               const auto& then) {
   const float offset[2] = {rows.max[0] * scale_log2, rows.max[1] * scale_log2};
   float sum[2];
-  exponentiate<Element>(s, offset, rule, prob, sum, then);
+  const auto strays = [&](int h) { return !rule.fits(h) & !ignored(h); };
+  if (!exponentiate<Element>(s, offset, rule, prob, sum, [&] { return strays(0) | strays(1); }, then)) return false;
 #pragma unroll
-  for (int h = 0; h < 2; ++h) bad[h] = (((sum[h] > kMostSum) | (offset[h] == -kInf)) | !rule.fits(h)) & !ignored(h);
+  for (int h = 0; h < 2; ++h) bad[h] = (((sum[h] > kMostSum) | (offset[h] == -kInf)) & !ignored(h)) | strays(h);
   if (__any_sync(~0u, bad[0] | bad[1])) return false;
   for (int h = 0; h < 2; ++h) rows.sum[h] += sum[h];
   return true;
@@ -142,7 +167,7 @@ __device__ __forceinline__ bool softmax(const float (&s)[kCount], RowState& rows
     offset[h] = kMayBeEmpty && rows.max[h] == -kInf ? 0.f : rows.max[h] * scale_log2;  // exp2 is 0
   }
   Plain rule{scale_log2};
-  exponentiate<Element>(s, offset, rule, prob, sum, then);
+  exponentiate<Element>(s, offset, rule, prob, sum, [] { return false; }, then);
   for (int h = 0; h < 2; ++h) rows.sum[h] = rows.sum[h] * o_scale[h] + sum[h];
   return __any_sync(~0u, grew);
 }

@@ -18,6 +18,25 @@ __device__ __forceinline__ uint32_t max_halves(uint32_t a, uint32_t b) {
   return y;
 }
 
+// The one of three whose bits are the largest as int, or the smallest as unsigned. As floats for the compiler, which
+// would else keep both kinds of registers and spill.
+__device__ __forceinline__ float max_bits(float a, float b, float c) {
+  float y;
+  asm("{\n.reg .b32 a, b, c;\nmov.b32 a, %1;\nmov.b32 b, %2;\nmov.b32 c, %3;\nmax.s32 a, a, b;\nmax.s32 a, a, c;\n"
+      "mov.b32 %0, a;\n}"
+      : "=f"(y)
+      : "f"(a), "f"(b), "f"(c));
+  return y;
+}
+__device__ __forceinline__ float min_bits(float a, float b, float c) {
+  float y;
+  asm("{\n.reg .b32 a, b, c;\nmov.b32 a, %1;\nmov.b32 b, %2;\nmov.b32 c, %3;\nmin.u32 a, a, b;\nmin.u32 a, a, c;\n"
+      "mov.b32 %0, a;\n}"
+      : "=f"(y)
+      : "f"(a), "f"(b), "f"(c));
+  return y;
+}
+
 // Off by at most 2^-10.987 relative.
 __device__ __forceinline__ float tanh_approx(float x) {
   float y;

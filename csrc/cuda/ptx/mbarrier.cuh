@@ -1,8 +1,8 @@
-// Barriers in shared memory that threads and TMA copies arrive at (sm_90).
+// Barriers in shared memory that threads and TMA copies arrive at (sm_90). In PTX, because <cuda/ptx> takes the
+// compiler 2.5 s in every file.
 #pragma once
-#include <cuda/ptx>
-
 #include "core/portability.h"
+#include "cuda/ptx/ldmatrix.cuh"
 
 namespace flashq::cuda::ptx {
 
@@ -11,22 +11,31 @@ namespace flashq::cuda::ptx {
 struct Barrier {
   uint64_t state;
 
-  __device__ __forceinline__ void init(uint32_t arrivals) { ::cuda::ptx::mbarrier_init(&state, arrivals); }
-  __device__ __forceinline__ void arrive() { ::cuda::ptx::mbarrier_arrive(&state); }
+  __device__ __forceinline__ void init(uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
+  }
+  __device__ __forceinline__ void arrive() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
+  }
   // One arrival, which also announces the bytes that copies will bring.
   __device__ __forceinline__ void arrive_expecting(uint32_t bytes) {
-    using namespace ::cuda::ptx;
-    mbarrier_arrive_expect_tx(sem_release, scope_cta, space_shared, &state, bytes);
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
   }
   __device__ __forceinline__ void wait(uint32_t parity) {
-    while (!::cuda::ptx::mbarrier_try_wait_parity(&state, parity)) {
-    }
+    uint32_t done;
+    do {
+      asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
+                   : "=r"(done)
+                   : "r"(address()), "r"(parity)
+                   : "memory");
+    } while (!done);
   }
+  __device__ __forceinline__ uint32_t address() { return shared_address(&state); }
 };
 
 // After init, before other threads or TMA see a barrier.
 __device__ __forceinline__ void publish_barriers() {
-  ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 // A position in a ring of kSize buffers.

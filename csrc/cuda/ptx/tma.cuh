@@ -5,8 +5,6 @@
 #pragma once
 #include <cuda.h>
 
-#include <cuda/ptx>
-
 #include "cuda/ptx/mbarrier.cuh"
 
 namespace flashq::cuda::ptx {
@@ -15,23 +13,26 @@ inline constexpr int kTensorRank = 5;
 
 __device__ __forceinline__ void tma_load(void* to, const CUtensorMap& map, const int32_t (&at)[kTensorRank],
                                          Barrier& arrived) {
-  using namespace ::cuda::ptx;
-  cp_async_bulk_tensor(space_cluster, space_global, to, &map, at, &arrived.state);
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(shared_address(to)),
+      "l"(&map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]), "r"(arrived.address())
+      : "memory");
 }
 __device__ __forceinline__ void tma_store(const CUtensorMap& map, const int32_t (&at)[kTensorRank], const void* from) {
-  using namespace ::cuda::ptx;
-  cp_async_bulk_tensor(space_global, space_shared, &map, at, from);
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];" ::"l"(
+                   &map),
+               "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]), "r"(shared_address(from))
+               : "memory");
 }
-__device__ __forceinline__ void tma_store_commit() { ::cuda::ptx::cp_async_bulk_commit_group(); }
+__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until the shared memory of this thread's stores has been read.
-__device__ __forceinline__ void tma_store_wait_read() {
-  ::cuda::ptx::cp_async_bulk_wait_group_read(::cuda::ptx::n32_t<0>{});
-}
+__device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
 // Makes this thread's ordinary writes to shared memory visible to TMA and wgmma.
-__device__ __forceinline__ void fence_async_proxy() { ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared); }
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 }  // namespace flashq::cuda::ptx
