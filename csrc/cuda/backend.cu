@@ -104,3 +104,29 @@ FLASHQ_EXPORT void flashq_cuda_check_overrides(const char* arch, const char* sha
   flashq::cuda::Overrides overrides;
   flashq::cuda::copy_text(flashq::cuda::parse_overrides(arch, shared_bytes, overrides).message, message, size);
 }
+
+// The scratch that tbq4_attention takes of a cache with a page table, causal and without options. Needs no GPU.
+FLASHQ_EXPORT int64_t flashq_cuda_tbq4_scratch_bytes(int64_t batch, int64_t q_len, int64_t q_heads, int64_t kv_heads,
+                                                     int64_t head_dim, int64_t tokens, int32_t offsets) {
+  static constexpr uint16_t kSome = 0;
+  flashq::AttentionTbq4Params p{};
+  p.query.batch = batch;
+  p.query.q_len = q_len;
+  p.query.total_tokens = batch * q_len;
+  p.query.q_heads = q_heads;
+  p.query.kv_heads = kv_heads;
+  p.query.head_dim = head_dim;
+  p.score = {.scale = 1,
+             .softcap = 0,
+             .causal = true,
+             .window_left = -1,
+             .window_right = -1,
+             .sinks = nullptr,
+             .sinks_stride = 0};
+  p.kv.page_size = 64;
+  p.kv.max_pages = flashq::ceil_div(tokens, 64);
+  p.kv.num_pages = batch * p.kv.max_pages;
+  p.kv.block_table.data = &kSome;
+  p.kv.k_offsets = offsets ? &kSome : nullptr;
+  return flashq::cuda::attention_tbq4_scratch_bytes(p, {});
+}

@@ -1,7 +1,7 @@
 // tbq4_attention for many rows on Hopper: warp-specialised and persistent like prefill_sm90.cu, whose schedule it has.
 //
-// A producer warpgroup expands each tile of codes to fp16, once for the 128 rows of the CTA, in the layout that wgmma
-// reads; two consumer warpgroups own 64 rows each. Everything happens in the rotated domain: a small kernel ahead
+// Producer warps expand each tile of codes to fp16, once for the 128 rows of the CTA, in the layout that wgmma reads;
+// two consumer warpgroups own 64 rows each. Everything happens in the rotated domain: a small kernel ahead
 // rotates the queries, and consumers rotate their results back.
 #include <bit>
 #include <cstdio>
@@ -25,7 +25,8 @@ using sm90::pack_of;
 // wgmma is an instruction of sm_90a alone.
 constexpr bool kBuilt = std::string_view(FLASHQ_CUDA_ARCHS).find("9.0a") != std::string_view::npos;
 
-constexpr int kL2Section = 32 << 20;  // bytes of codes that CTAs at work at the same time share
+constexpr int64_t kMostPartialBytes = 32 << 20;  // of the partial results of splits
+constexpr int kL2Section = 32 << 20;             // bytes of codes that CTAs at work at the same time share
 
 int64_t query_tokens(const QueryView& q) { return q.cu_seqlens_q.given() ? q.total_tokens : q.q_len; }
 
@@ -37,11 +38,11 @@ int64_t count_splits(const AttentionTbq4Params& p) {
   int64_t most = sm90::kMostSplits;
   if (p.score.window_left >= 0 && p.score.causal)
     most = min_of(most, max_of<int64_t>((p.score.window_left + kTileRows) / sm90::kLeastSplit, 1));
+  most = min_of(most, max_of<int64_t>(kMostPartialBytes / (q.total_tokens * q.q_heads * q.head_dim * 4), 1));
   return sm90::best_splits(tiles, most);
 }
 
-// Bytes from the start of the scratch. Nothing grows with the context: there are at most some 270 tiles of rows times
-// splits.
+// Bytes from the start of the scratch. Nothing grows with the context.
 struct ScratchPlan {
   int64_t rows, high, rest, raw, partial_out, partial_lse, end;
 
@@ -103,6 +104,16 @@ Attention16Params plan_params(const AttentionTbq4Params& a) {
   return plan;
 }
 
+LevelBytes split_levels() {
+  LevelBytes bytes{};
+  for (int i = 0; i < tbq4::kMagnitudes; ++i) {
+    const uint32_t bits = float_to_half(tbq4::kCentroids128[i] * kTableScale);
+    bytes.low[i / 4] |= (bits & 0xff) << (i % 4 * 8);
+    bytes.high[i / 4] |= (bits >> 8) << (i % 4 * 8);
+  }
+  return bytes;
+}
+
 template <int kDim> void launch_prepare(const PrepareParams& p, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(ceil_div(p.query.total_tokens * p.query.q_heads * (kDim / 8), 128));
   if (p.query.dtype == Dtype::kFloat16)
@@ -161,6 +172,7 @@ Status tbq4_prefill(const AttentionTbq4Params& a, const Device& device, const La
            .call = a,
            .rule = rule,
            .page_size = Divisor(a.kv.page_size),
+           .levels = split_levels(),
            .rows = prepare.rows,
            .q_rest = prepare.rest,
            .partial_out = reinterpret_cast<float*>(at(scratch.partial_out)),

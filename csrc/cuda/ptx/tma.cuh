@@ -19,6 +19,13 @@ __device__ __forceinline__ void tma_load(void* to, const CUtensorMap& map, const
       "l"(&map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]), "r"(arrived.address())
       : "memory");
 }
+// Neighbouring bytes, a multiple of 16 at addresses aligned to 16.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes, Barrier& arrived) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(arrived.address())
+               : "memory");
+}
 __device__ __forceinline__ void tma_store(const CUtensorMap& map, const int32_t (&at)[kTensorRank], const void* from) {
   asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];" ::"l"(
                    &map),

@@ -33,7 +33,7 @@ template <class C> class Consumer {
 
  public:
   __device__ __forceinline__ Consumer(const Params& p, typename C::SharedMemory& shared)
-      : p_(p), shared_(shared), wg_(__shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128 - 1, 0)) {}
+      : p_(p), shared_(shared), wg_(__shfl_sync(~0u, (static_cast<int>(threadIdx.x) - 32 * C::kProducers) / 128, 0)) {}
 
   __device__ __forceinline__ void run() {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -84,10 +84,13 @@ template <class C> class Consumer {
     __syncwarp();
   }
   __device__ __forceinline__ int first_row(const Tile& tile) const { return tile.row + wg_ * C::kRows; }
-  __device__ __forceinline__ WarpKeys& own_keys() const { return shared_.warp_keys[ptx::fresh_thread() / 32 - 4]; }
+  __device__ __forceinline__ WarpKeys& own_keys() const {
+    return shared_.warp_keys[ptx::fresh_thread() / 32 - C::kProducers];
+  }
   // Of a row of the thread; in shared memory, because registers are scarce.
   __device__ __forceinline__ RowFactors& row_factors(int h) const {
-    return shared_.row_factors[wg_ * C::kRows + sm90::row_of_thread(ptx::fresh_thread()) + 8 * h];
+    const auto thread = static_cast<uint32_t>(ptx::fresh_thread());  // unsigned: divisions are shifts
+    return shared_.row_factors[thread % 256 / 32 * 16 + thread % 32 / 4 + 8 * h];
   }
   __device__ __forceinline__ float factor(int h) const { return p_.general ? 1 : row_factors(h).scores; }
   // Where a row of the thread is in the scratch; rows past the last one are read as that.
@@ -123,13 +126,27 @@ template <class C> class Consumer {
       ptx::Wgmma<8>::template ss<Float16>(offset_[d % 2], q + (d / 4 * sizeof shared_.q[0][0] + d % 4 * 32) / 16,
                                           x + (d / 4 * 1024 + d % 4 * 32) / 16, d > 1);
   }
-  __device__ __forceinline__ void issue_output(const void* values) {
-    const uint64_t v = ptx::matrix_descriptor(values, sizeof shared_.v[0][0]);
+  // `step`: of the descriptor, from 16 rows of V to the next; a box is kTileK / 16 of them.
+  __device__ __forceinline__ void issue_output(uint64_t v, uint64_t step) {
     ptx::pin(o_);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int n = 0; n < kTileK / 16; ++n) ptx::Wgmma<kDim>::template rs<Float16>(o_, prob_[n], v + n * (2048 / 16));
+    for (int n = 0; n < kTileK / 16; ++n)
+#pragma unroll
+      for (int half = 0; half < kDim / kColumns; ++half)
+        ptx::Wgmma<kColumns>::template rs<Float16>(*reinterpret_cast<float (*)[kColumns / 2]>(o_ + half * kColumns / 2),
+                                                   prob_[n], v + (n + half * (kColumns / 64 * kTileK / 16)) * step);
     ptx::wgmma_commit();
+  }
+  static constexpr uint64_t kStep = 2048 / 16;
+  // Of O in a product: of head dim 256 it takes more registers than a thread has at launch, which ptxas refuses.
+  static constexpr int kColumns = kDim < 128 ? kDim : 128;
+  __device__ __forceinline__ uint64_t values_of(int stage) const {
+    return ptx::matrix_descriptor(&shared_.v[stage], sizeof shared_.v[0][0]);
+  }
+  // One KB of zeros, again and again.
+  __device__ __forceinline__ uint64_t no_values() const {
+    return ptx::matrix_descriptor(&shared_.zeros, 0) & ~(uint64_t{0x3fff} << 32);
   }
 
   // Adds to S what rounding queries to fp16, and with kRest keys, has left out; both rare. With kRest S holds the
@@ -166,7 +183,6 @@ template <class C> class Consumer {
   // S of a tile and O of the one before it are in flight together. Before the first one O is a product of zeros, so
   // that there is one copy of the code.
   __device__ __forceinline__ void attend(const Tile& tile) {
-    static_assert(sizeof shared_.v[0] <= sizeof shared_.pairs);  // whose numbers are finite
     shared_.q_full[wg_].wait(tiles_.q_parity());
     bool first = true;
     uint32_t flags;
@@ -177,7 +193,7 @@ template <class C> class Consumer {
       issue_scores(true);
       const auto values = rings_.v(1);
       if (!first) shared_.v_full[values.at()].wait(values.parity());
-      issue_output(first ? static_cast<const void*>(&shared_.pairs) : &shared_.v[values.at()]);
+      issue_output(first ? no_values() : values_of(values.at()), first ? 0 : kStep);
       pass_turn();
       ptx::wgmma_wait<1>();
       ptx::pin(s_);
@@ -195,7 +211,7 @@ template <class C> class Consumer {
     } while (!(flags & kLast));
     const auto values = rings_.v(1);
     shared_.v_full[values.at()].wait(values.parity());
-    issue_output(&shared_.v[values.at()]);
+    issue_output(values_of(values.at()), kStep);
     ptx::wgmma_wait<0>();
     ptx::pin(o_);
     release(shared_.v_empty[values.at()]);
@@ -284,40 +300,43 @@ template <class C> class Consumer {
                                 [&](int i) -> float& { return s_[4 * (i / 2) + 2 * h + i % 2]; });
     }
     const int t = static_cast<int>(threadIdx.x) % 4;
-    const float4 tops = load<float4>(info.v_top);
-    const float top = fmaxf(fmaxf(tops.x, tops.y), fmaxf(tops.z, tops.w));
+    const float4 tops = load<float4>(info.v_top), more = load<float4>(info.v_top + 4);
+    const float top =
+        fmaxf(fmaxf(fmaxf(tops.x, tops.y), fmaxf(tops.z, tops.w)), fmaxf(fmaxf(more.x, more.y), fmaxf(more.z, more.w)));
     bool over = false, grew = false;
+    float own_factor[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      own_factor[h] = factor(h);
       // Of all negative scores the result is some negative number.
       const float largest = max_of(sm90::reduce_bits<true>(s_, h), 0.f);
-      over |= fmaf(largest, factor(h), top) > rows_.base[h] + kRoom;
+      over |= fmaf(largest, own_factor[h], top) > rows_.base[h] + kRoom;
     }
-    if (__any_sync(~0u, over)) grew = raise_bases(info);
+    if (__any_sync(~0u, over)) grew = raise_bases(info, own_factor);
+    float sum[2][2] = {};
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float own_factor = factor(h), base = rows_.base[h];
-      float even = 0, odd = 0;
+    for (int j = 0; j < kTileK / 8; j += 2) {
+      asm volatile("" ::: "memory");  // norms are loaded late, or there are no registers for them
+      const auto norm = load<float4>(&info.v_norm[t][2 * j]);
 #pragma unroll
-      for (int j = 0; j < kTileK / 8; j += 2) {
-        const auto norm = load<float4>(&info.v_norm[t][2 * j]);
+      for (int h = 0; h < 2; ++h) {
         float* const x = &s_[4 * j + 2 * h];
-        const auto power = [&](float y) { return ptx::exp2_approx(fmaf(y, own_factor, -base)); };
+        const auto power = [&](float y) { return ptx::exp2_approx(fmaf(y, own_factor[h], -rows_.base[h])); };
         const float a = power(x[0]), b = power(x[1]), c = power(x[4]), d = power(x[5]);
-        even += a + c;
-        odd += b + d;
+        sum[h][0] += a + c;
+        sum[h][1] += b + d;
         x[0] = a * norm.x;
         x[1] = b * norm.y;
         x[4] = c * norm.z;
         x[5] = d * norm.w;
       }
-      rows_.sum[h] += even + odd;
     }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) rows_.sum[h] += sum[h][0] + sum[h][1];
     return grew;
   }
-  __device__ __forceinline__ bool raise_bases(const Info& info) {
+  __device__ __forceinline__ bool raise_bases(const Info& info, const float (&factors)[2]) {
     const int t = static_cast<int>(threadIdx.x) % 4;
-    const float factors[2] = {factor(0), factor(1)};
     float high[2] = {-kInf, -kInf};
 #pragma unroll
     for (int j = 0; j < kTileK / 8; j += 2) {

@@ -1,6 +1,7 @@
 // Keys and values of the exact pool on their way into shared memory: rotated, and scaled to fp16 by a power of two for
 // each row.
 #pragma once
+#include "cuda/ptx/fresh_thread.cuh"
 #include "cuda/tbq4_attention/exact_tokens.cuh"
 #include "cuda/tbq4_prefill/prepare_queries.cuh"
 
@@ -11,19 +12,19 @@ template <class C> class ExactRows {
   static constexpr int kLanes = C::kDim / 8,
                        kRows = 32 / kLanes;  // of a row; rows of a warp at a time
 
-  // Of tile n of the keys.
-  __device__ __forceinline__ ExactRows(const Params& p, const Tile& tile, const ExactKeys& exact, int n)
-      : p_(p), tile_(tile), exact_(exact), first_(n * C::kTileK) {}
+  // Of tile n of the keys, by warp `warp` of those that expand.
+  __device__ __forceinline__ ExactRows(const Params& p, const Tile& tile, int n, int warp)
+      : p_(p), tile_(tile), first_(n * C::kTileK), warp_(warp) {}
 
   // function(key of the tile, whether some row may read it) for this warp's keys. All lanes take part.
   template <class Function>
   __device__ __forceinline__ void for_each(const Function& function) const {
-    const int begin = static_cast<int>(threadIdx.x) / 32 * C::kWarpKeys, end = min(begin + C::kWarpKeys, C::kTileK);
-    const int recent = exact_.recent_begin(tile_.row >> p_.schedule.pack_log2);
+    const ExactKeys exact(p_, tile_);
+    const int recent = exact.recent_begin(tile_.row >> p_.schedule.pack_log2);
 #pragma unroll 1
-    for (int base = begin; base < end; base += kRows) {
-      const int i = base + static_cast<int>(threadIdx.x) % 32 / kLanes, key = first_ + i;
-      function(i, key >= tile_.seen && key < tile_.kv_len && (key < exact_.lead_end || key >= recent) &&
+    for (int base = warp_ * kRows; base < C::kTileK; base += C::kExpanders * kRows) {
+      const int i = base + ptx::fresh_thread() % 32 / kLanes, key = first_ + i;
+      function(i, key >= tile_.seen && key < tile_.kv_len && (key < exact.lead_end || key >= recent) &&
                       p_.call.kv.exact.holds(tile_.sequence, key));
     }
   }
@@ -39,7 +40,7 @@ template <class C> class ExactRows {
       const Quotient at = divide(first_ + key, pool.page_size);
       const int64_t page = pool.block_table(tile_.sequence, at.quotient);
       const auto* from = static_cast<const uint16_t*>(data) + page * stride[0] + at.remainder * stride[1] +
-                         tile_.head / p_.schedule.packs_per_kv * stride[2] + static_cast<int>(threadIdx.x) % kLanes * 8;
+                         tile_.head / p_.schedule.packs_per_kv * stride[2] + ptx::fresh_thread() % kLanes * 8;
       const auto words = load_eight(from, true, p_.wide_exact);
       const bool half = p_.call.query.dtype == Dtype::kFloat16;
 #pragma unroll
@@ -54,15 +55,14 @@ template <class C> class ExactRows {
   }
 
   __device__ __forceinline__ void store_row(uint16_t (*tile)[C::kTileK][64], int key, const uint4& values) const {
-    const int chunk = static_cast<int>(threadIdx.x) % kLanes;
+    const int chunk = ptx::fresh_thread() % kLanes;
     store(reinterpret_cast<char*>(tile[chunk / 8][key]) + (chunk % 8 ^ key % 8) * 16, values);
   }
 
  private:
   const Params& p_;
   const Tile& tile_;
-  const ExactKeys& exact_;
-  int first_;
+  int first_, warp_;
 };
 
 }  // namespace flashq::cuda::tbq4_sm90

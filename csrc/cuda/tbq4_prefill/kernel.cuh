@@ -4,8 +4,10 @@
 #include "cuda/opt_in.h"
 #include "cuda/ptx/warpgroup.cuh"
 #include "cuda/tbq4_prefill/consumer.cuh"
+#include "cuda/tbq4_prefill/describer.cuh"
+#include "cuda/tbq4_prefill/expander.cuh"
 #include "cuda/tbq4_prefill/launch.h"
-#include "cuda/tbq4_prefill/producer.cuh"
+#include "cuda/tbq4_prefill/loader.cuh"
 
 namespace flashq::cuda::tbq4_sm90 {
 namespace {
@@ -21,12 +23,19 @@ __global__ void __launch_bounds__(C::kThreads, 1) prefill_kernel(const __grid_co
     shared.init_barriers();
     ptx::publish_barriers();
   }
-  fill_pairs(shared.pairs);
+  if (threadIdx.x < sizeof shared.zeros / 16) store(reinterpret_cast<uint4*>(shared.zeros) + threadIdx.x, uint4{});
+  ptx::fence_async_proxy();
   __syncthreads();
   ptx::wait_for_primary();
-  if (threadIdx.x < 128) {
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  if (warp < C::kProducers) {
     ptx::give_registers<C::kProducerRegisters>();
-    CodeProducer<C>(p, shared).run();
+    if (warp == C::kLoader)
+      Loader<C>(p, shared).run();
+    else if (warp == C::kDescriber)
+      Describer<C>(p, shared).run();
+    else
+      Expander<C>(p, shared).run();
   } else {
     ptx::take_registers<C::kConsumerRegisters>();
     Consumer<C>(p, shared).run();

@@ -24,9 +24,6 @@ struct RowScale {
 
 inline constexpr int kTileRows = 128;  // query rows of a CTA at a time
 
-// A table of 256 pairs of fp16 levels, one copy for each lane.
-inline constexpr int kPairs = 256;
-
 // Flags of a tile of keys.
 inline constexpr uint32_t kLast = 1;         // of the tile of rows
 inline constexpr uint32_t kExact = 2;        // of the exact pool
@@ -38,11 +35,10 @@ inline constexpr uint32_t kIncomplete = 16;  // some of the keys are on no page
 // What is known of the tile in a K buffer. A thread's columns 8 j + 2 t + e are neighbours here, at 2 j + e of row t,
 // rows are padded against bank conflicts.
 template <int kTileK> struct alignas(16) KeyTile {
-  static constexpr int kRow = kTileK / 4 + (kTileK == 112 ? 8 : 4);
+  static constexpr int kRow = (kTileK / 16 | 1) * 4;
   float k_norm[4][kRow], v_norm[4][kRow];
-  float v_top[4];     // log2 of the largest v_norm, by producer warp
-  uint32_t there[4];  // by t: bit 2 j + e, the key is on a page, and read as
-                      // codes by some row
+  float v_top[8];     // log2 of the largest v_norm, in parts
+  uint32_t there[4];  // by t: bit 2 j + e, the key is on a page, and read as codes by some row
   uint32_t held[4];   // the exact pool has the key
   int first;          // its first key
   uint32_t flags;
@@ -90,27 +86,32 @@ class TilePosition {
   uint32_t state_ = 0;
 };
 
+// The eight negative levels in fp16, from the lowest on, low and high bytes apart: what PRMT looks up.
+struct LevelBytes { uint32_t low[2], high[2]; };
+
 template <int kDim_, bool kOffsets_> struct Traits {
   static constexpr int kDim = kDim_;
   static constexpr bool kOffsets = kOffsets_;  // the raw queries are in shared memory too
   static constexpr int kWidth = tbq4::block_width(kDim), kBlocks = kDim / kWidth;
 
-  // Warpgroup 0 produces, the others consume 64 rows each.
-  static constexpr int kConsumers = 2, kRows = 64, kTileQ = kRows * kConsumers, kThreads = 128 * (kConsumers + 1);
+  // Warps 0 to 7 produce: one loads codes, one describes keys, the others expand. Two warpgroups consume 64 rows each.
+  static constexpr int kProducers = 8, kLoader = 0, kDescriber = 1, kExpanders = kProducers - 2;
+  static constexpr int kConsumers = 2, kRows = 64, kTileQ = kRows * kConsumers;
+  static constexpr int kThreads = 32 * kProducers + 128 * kConsumers;
   static_assert(kTileQ == kTileRows);
-  // Keys: what fits shared memory.
-  static constexpr int kTileK = kDim == 64 ? 128 : kDim == 128 ? 112 : 32;
+  // Keys: what fits shared memory, and the registers of consumers.
+  static constexpr int kTileK = kDim == 64 ? 128 : kDim == 128 ? 112 : kOffsets ? 32 : 48;
   static constexpr int kGroups = kTileK / 16;  // of 16 keys, which lie on one page
   static constexpr int kBoxes = kDim / 64;
-  static constexpr int kStages = 2, kVStages = kDim == 256 && kOffsets ? 1 : 2, kInfoStages = 4;
+  static constexpr int kStages = 2, kVStages = 2, kInfoStages = 4;
+  static constexpr int kRawStages = kOffsets ? 2 : 3;
   static constexpr int kTileSlots = 2;
-  static constexpr int kProducerRegisters = 120, kConsumerRegisters = 192;
+  static constexpr int kProducerRegisters = 64, kConsumerRegisters = 192;
 
-  // Keys of a lane of a producer: what it looks up, and whose norms it reads.
-  static constexpr int kLaneKeys = kTileK > 64 ? 4 : kTileK / 32;
-  // Keys of a producer warp: those that it expands, in units of 16 bytes of codes a lane.
-  static constexpr int kWarpKeys = kTileK >= 64 ? (kGroups + 3) / 4 * 16 : 8;
-  static constexpr int kUnits = kWarpKeys * kDim / 2 / 512;
+  // Keys of a lane of the warp that describes them.
+  static constexpr int kLaneKeys = kTileK > 64 ? 4 : 2;
+  // An expanding warp takes 512 bytes of codes at a time, 16 bytes a lane.
+  static constexpr int kUnitKeys = 512 / (kDim / 2), kUnits = kTileK / kUnitKeys;
 
   // length(q) * norm(k) * scale from which on queries, and from which on keys, have a second fp16 part. 2 sqrt(kDim):
   // where query and key are parallel, rounding the query moves their score by 7e-4 (standard deviation). Of head dim
@@ -120,6 +121,17 @@ template <int kDim_, bool kOffsets_> struct Traits {
 
   using Rings = RingPositions<kStages, kVStages, kInfoStages>;
 
+  // Keys or values of a tile as they lie in the cache. Of head dim 256 the norms become factors of the values.
+  struct RawTile {
+    alignas(128) uint8_t codes[kTileK][kDim / 2];
+    alignas(16) uint16_t norms[kTileK][kBlocks];
+  };
+  struct RawTiles {
+    RawTile k, v;
+    int page[kGroups];  // -1: the group is not there
+    bool missing;       // some row sees a key that is on no page
+  };
+
   struct SharedMemory {
     using Box = uint16_t[64];
     alignas(1024) Box q[kConsumers][kBoxes][kRows];
@@ -127,10 +139,12 @@ template <int kDim_, bool kOffsets_> struct Traits {
     alignas(1024) Box v[kVStages][kBoxes][kTileK];
     alignas(1024) Box raw_q[kOffsets ? kConsumers : 0][kBoxes][kRows];
     alignas(1024) Box offsets[kOffsets ? kStages : 0][kBoxes][8];  // of the pages of groups of 16 keys
-    alignas(1024) uint32_t pairs[kPairs][32];
+    alignas(1024) Box zeros[8];
+    RawTiles raw[kRawStages];
     KeyTile<kTileK> info[kInfoStages];
     ptx::Barrier q_full[kConsumers], q_empty[kConsumers];
-    ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kVStages], v_empty[kVStages], info_empty[kInfoStages];
+    ptx::Barrier raw_full[kRawStages], raw_empty[kRawStages], info_full[kInfoStages], info_empty[kInfoStages];
+    ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kVStages], v_empty[kVStages];
     ptx::Barrier tile_full[kTileSlots], tile_empty[kTileSlots];
     Tile tile[kTileSlots];
     RowFactors row_factors[kTileQ];
@@ -141,22 +155,29 @@ template <int kDim_, bool kOffsets_> struct Traits {
         q_full[i].init(1);
         q_empty[i].init(4);
       }
+      for (int i = 0; i < kRawStages; ++i) {
+        raw_full[i].init(1);
+        raw_empty[i].init(kExpanders + 1);
+      }
+      for (int i = 0; i < kInfoStages; ++i) {
+        info_full[i].init(1);
+        info_empty[i].init(4 * kConsumers);
+      }
       for (int i = 0; i < kStages; ++i) {
-        k_full[i].init(4);
+        k_full[i].init(kExpanders + kOffsets);
         k_empty[i].init(4 * kConsumers);
       }
       for (int i = 0; i < kVStages; ++i) {
-        v_full[i].init(4);
+        v_full[i].init(kExpanders);
         v_empty[i].init(4 * kConsumers);
       }
-      for (ptx::Barrier& barrier : info_empty) barrier.init(4 * kConsumers);
       for (int i = 0; i < kTileSlots; ++i) {
         tile_full[i].init(1);
-        tile_empty[i].init(4 * kConsumers + 4);
+        tile_empty[i].init(4 * kConsumers + kProducers);
       }
     }
   };
-  static_assert(168 * kThreads >= 128 * (kProducerRegisters + kConsumers * kConsumerRegisters));
+  static_assert(65536 >= 32 * kProducers * kProducerRegisters + 128 * kConsumers * kConsumerRegisters);
   static_assert(sizeof(SharedMemory) <= sm90::kMostShared);
 
   // Named barriers (0 is __syncthreads).
@@ -170,6 +191,7 @@ struct Params {
   AttentionTbq4Params call;
   ScoreRule rule;
   Divisor page_size;
+  LevelBytes levels;
   const RowScale* rows;              // (token, head)
   const uint16_t* q_rest;            // (token, head, column): what fp16 left of the rotated query
   float *partial_out, *partial_lse;  // of splits: (split, token, head, column)
@@ -184,6 +206,21 @@ __device__ __forceinline__ int64_t row_of(const Params& p, const Tile& tile, int
   return (int64_t{tile.batch} * p.schedule.q_len + tile.q_begin + query) * p.call.query.q_heads + head;
 }
 
+// Tiles of keys of which some row reads some from the exact pool: [first, lead) and [recent, end) of a tile of rows.
+struct ExactTiles {
+  int first, lead, recent, end;
+
+  __device__ __forceinline__ bool any() const { return lead > first || recent < end; }
+  // function(n, whether it is the last one)
+  __device__ __forceinline__ void for_each(const auto& function) const {
+    if (!any()) return;
+    for (int n = end - 1; n >= first; --n) {
+      if (n >= lead && n < recent) continue;
+      function(n, n == first || (n == recent && lead == first));
+    }
+  }
+};
+
 // Keys that a query reads exactly: below lead_end, and from recent_begin() on.
 struct ExactKeys {
   int lead_end, last, position;
@@ -196,6 +233,14 @@ struct ExactKeys {
   }
   __device__ __forceinline__ int recent_begin(int query) const {
     return last > 0 ? position + query - last + 1 : sm90::kWide;
+  }
+  template <class C> __device__ __forceinline__ ExactTiles tiles(const Params& p, const Tile& tile) const {
+    ExactTiles tiles{tile.first, tile.first, tile.end, tile.end};
+    if (!p.exact) return tiles;
+    if (lead_end > tile.seen) tiles.lead = max(min(tile.end, (lead_end + C::kTileK - 1) / C::kTileK), tile.first);
+    const int recent = max(recent_begin(tile.row >> p.schedule.pack_log2), 0) / C::kTileK;
+    tiles.recent = max(min(recent, tile.end), tiles.lead);
+    return tiles;
   }
 };
 

@@ -1,0 +1,264 @@
+// The warp that loads queries and says what the keys of a tile are: norms as factors, who reads what, what is rare.
+#pragma once
+#include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/tbq4_attention/exact_tokens.cuh"
+#include "cuda/tbq4_attention/scores.cuh"
+#include "cuda/tbq4_prefill/norms.cuh"
+
+namespace flashq::cuda::tbq4_sm90 {
+
+template <class C> class Describer {
+  static constexpr int kLaneKeys = C::kLaneKeys, kNormWords = kLaneKeys * C::kBlocks / 2;
+  using Norms = LaneNorms<C>;
+  static constexpr int kChunks = C::kDim / 8;  // of 16 bytes, of a row
+
+ public:
+  __device__ __forceinline__ Describer(const Params& p, typename C::SharedMemory& shared)
+      : p_(p), shared_(shared), lane_(static_cast<int>(threadIdx.x) % 32) {}
+
+  __device__ __forceinline__ void run() {
+    while (true) {
+      shared_.tile_full[tiles_.at()].wait(tiles_.parity());
+      const Tile& tile = shared_.tile[tiles_.at()];
+      if (tile.row == sm90::kNoTile) return;
+      if (tile.first < tile.end) {
+        describe_tiles(tile);
+        tiles_.advance_q();
+      }
+      __syncwarp();
+      if (lane_ == 0) shared_.tile_empty[tiles_.at()].arrive();
+      tiles_.advance();
+    }
+  }
+
+ private:
+  // Q of both warpgroups.
+  __device__ __forceinline__ void load_queries(const Tile& tile) {
+    __syncwarp();
+    if (lane_ > 0) return;
+#pragma unroll 1
+    for (int w = 0; w < C::kConsumers; ++w) {
+      shared_.q_empty[w].wait(tiles_.q_parity() ^ 1);
+      shared_.q_full[w].arrive_expecting(sizeof shared_.q[0] * (C::kOffsets ? 2 : 1));
+      const int token =
+          tile.batch * p_.schedule.q_len + tile.q_begin + ((tile.row + w * C::kRows) >> p_.schedule.pack_log2);
+#pragma unroll
+      for (int box = 0; box < C::kBoxes; ++box) {
+        ptx::tma_load(shared_.q[w][box], p_.q, {box * 64, 0, token, tile.head, 0}, shared_.q_full[w]);
+        if constexpr (C::kOffsets)
+          ptx::tma_load(shared_.raw_q[w][box], p_.raw_q, {box * 64, 0, token, tile.head, 0}, shared_.q_full[w]);
+      }
+    }
+  }
+
+  // The largest reach of the rows.
+  __device__ __forceinline__ float find_reach(const Tile& tile) const {
+    uint32_t top = 0;
+#pragma unroll 1
+    for (int i = lane_; i < C::kTileQ; i += 32) {
+      const int row = tile.row + i, query = row >> p_.schedule.pack_log2;
+      if (query >= tile.q_len) break;
+      const int head = (tile.head << p_.schedule.pack_log2) + row - (query << p_.schedule.pack_log2);
+      // Of nonnegative numbers the bits have the same order; NaN is above all.
+      top = max(top, bits_of(p_.rows[row_of(p_, tile, query, head)].reach) & 0x7fffffff);
+    }
+    __syncwarp();
+    return float_of(__reduce_max_sync(~0u, top));
+  }
+
+  // Which of this lane's keys are read as codes by some row, and which the pool has; by bit.
+  struct LaneKeys { uint32_t there, held; };
+  // `paged`: the lane's keys are on some page, and read as codes unless the pool has them.
+  __device__ __forceinline__ LaneKeys find_keys(const Tile& tile, int n, bool paged) const {
+    LaneKeys found{0, 0};
+    const ExactKeys exact(p_, tile);
+    const int first = n * C::kTileK + lane_ * kLaneKeys;
+    const int last_query = min((tile.row + C::kTileQ - 1) >> p_.schedule.pack_log2, tile.q_len - 1);
+    const bool near = p_.exact && ((n * C::kTileK < exact.lead_end) ||
+                                   (n + 1) * C::kTileK > exact.recent_begin(tile.row >> p_.schedule.pack_log2));
+    if (lane_ >= C::kTileK / kLaneKeys) return found;
+#pragma unroll
+    for (int i = 0; i < kLaneKeys; ++i) {
+      const int key = first + i;
+      bool there = paged && key >= tile.seen && key < tile.kv_len;
+      if (near && key >= tile.seen && key < tile.kv_len && p_.call.kv.exact.holds(tile.sequence, key)) {
+        found.held |= 1u << i;
+        if (key < exact.lead_end || key >= exact.recent_begin(last_query)) there = false;  // nobody reads its codes
+      }
+      if (there) found.there |= 1u << i;
+    }
+    return found;
+  }
+
+  // Bits of the lanes' keys in the order of a thread's columns.
+  __device__ __forceinline__ uint32_t gather(uint32_t keys, int t) const {
+    uint32_t mine = 0;
+#pragma unroll
+    for (int i = 0; i < kLaneKeys; ++i) {
+      const int key = lane_ * kLaneKeys + i;
+      if (key % 8 / 2 == t) mine |= (keys >> i & 1) << (key / 8 * 2 + key % 2);
+    }
+    return __reduce_or_sync(~0u, mine);
+  }
+  // What of a tile does not depend on norms.
+  __device__ __forceinline__ void write_keys(KeyTile<C::kTileK>& info, int first, uint32_t flags,
+                                             const LaneKeys& keys) const {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const uint32_t there = flags & kIncomplete ? gather(keys.there, t) : ~0u,
+                     held = p_.exact ? gather(keys.held, t) : 0;
+      if (lane_ == 0) {
+        info.there[t] = there;
+        info.held[t] = held;
+      }
+    }
+    if (lane_ == 0) {
+      info.first = first;
+      info.flags = flags;
+    }
+  }
+  __device__ __forceinline__ void write_norms(float (&to)[4][KeyTile<C::kTileK>::kRow],
+                                              const float (&norms)[kLaneKeys]) const {
+    if (lane_ >= C::kTileK / kLaneKeys) return;
+#pragma unroll
+    for (int i = 0; i < kLaneKeys; i += 2) {
+      const int key = lane_ * kLaneKeys + i;
+      store(&to[key % 8 / 2][key / 8 * 2], float2{norms[i], norms[i + 1]});
+    }
+  }
+  __device__ __forceinline__ void publish_info() {
+    __syncwarp();
+    if (lane_ == 0) shared_.info_full[rings_.info().at()].arrive();
+    rings_.advance_info();
+  }
+
+  // The page offsets of a tile: one row for each group of 16 keys.
+  __device__ __forceinline__ void load_offsets(const int (&pages)[C::kGroups]) const {
+    const Tbq4View& kv = p_.call.kv;
+    auto& boxes = shared_.offsets[rings_.k().at()];
+    const uint16_t* const of_head = kv.k_offsets + kv_head_ * kv.k_offsets_stride[1];
+#pragma unroll 1
+    for (int i = lane_; i < C::kGroups * kChunks; i += 32) {
+      const int group = i / kChunks, chunk = i % kChunks, page = pages[group];
+      const uint16_t* const from = of_head + page * kv.k_offsets_stride[0] + chunk * 8;
+      char* const to = reinterpret_cast<char*>(boxes[chunk / 8][group]) + (chunk % 8 ^ group) * 16;
+      if (p_.wide_offsets)
+        ptx::cp_async_16(ptx::shared_address(to), from, page >= 0);
+      else
+        store(to, load_eight(from, page >= 0, false));
+    }
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+  }
+  // This warp's part of a K buffer.
+  __device__ __forceinline__ void publish_keys() {
+    ptx::fence_async_proxy();
+    __syncwarp();
+    if (lane_ == 0) shared_.k_full[rings_.k().at()].arrive();
+    rings_.advance_k();
+  }
+  __device__ __forceinline__ void acquire_keys() const {
+    shared_.k_empty[rings_.k().at()].wait(rings_.k().parity() ^ 1);
+  }
+
+  __device__ __forceinline__ void describe_tiles(const Tile& tile) {
+    const bool any_exact = ExactKeys(p_, tile).template tiles<C>(p_, tile).any();
+    const float reach = find_reach(tile);
+    kv_head_ = tile.head / p_.schedule.packs_per_kv;
+    for (int n = tile.end - 1; n >= tile.first; --n) {
+      describe(tile, n, reach, n == tile.first && !any_exact);
+      if (n == tile.end - 1) {
+        load_queries(tile);
+        __syncwarp();
+      }
+    }
+    if (!any_exact) return;
+    ExactKeys(p_, tile).template tiles<C>(p_, tile).for_each([&](int n, bool last) {
+      shared_.info_empty[rings_.info().at()].wait(rings_.info().parity() ^ 1);
+      auto& info = shared_.info[rings_.info().at()];
+      const LaneKeys keys = find_keys(tile, n, false);
+      write_keys(info, n * C::kTileK, kExact | kCoarse | kRest | (last ? kLast : 0), keys);
+      if (lane_ < 8) info.v_top[lane_] = -24;
+      publish_info();
+      if constexpr (C::kOffsets) {
+#pragma unroll 1
+        for (int i = 0; i < 2; ++i) {
+          acquire_keys();
+          publish_keys();
+        }
+      }
+    });
+  }
+
+  // A tile of codes.
+  __device__ __forceinline__ void describe(const Tile& tile, int n, float reach, bool last) {
+    shared_.raw_full[raw_ring_.at].wait(raw_ring_.parity);
+    auto& raw = shared_.raw[raw_ring_.at];
+    const int group = min(lane_ * kLaneKeys / 16, C::kGroups - 1), own = min(lane_ * kLaneKeys, C::kTileK - kLaneKeys);
+    const LaneKeys keys = find_keys(tile, n, raw.page[group] >= 0);
+    Norms k_norms, v_norms;
+    const auto words_of = [&](auto& tile_of) { return reinterpret_cast<uint32_t*>(tile_of.norms[own]); };
+#pragma unroll
+    for (int i = 0; i < kNormWords; ++i) {
+      k_norms[i] = words_of(raw.k)[i];
+      v_norms[i] = words_of(raw.v)[i];
+    }
+    float k_factor[kLaneKeys], v_factor[kLaneKeys];
+    const float longest = finish_norms<C>(k_norms, keys.there, k_factor);
+    finish_norms<C>(v_norms, keys.there, v_factor);
+    if constexpr (C::kBlocks == 2) {
+      if (lane_ < C::kTileK / kLaneKeys) {
+#pragma unroll
+        for (int i = 0; i < kNormWords; ++i) {
+          words_of(raw.k)[i] = k_norms[i];
+          words_of(raw.v)[i] = v_norms[i];
+        }
+      }
+    }
+    const float largest = float_of(__reduce_max_sync(~0u, bits_of(longest))) * reach;
+    uint32_t flags = last ? kLast : 0;
+    if (!(largest <= C::kReachOfQuery)) flags |= kCoarse;
+    if (!(largest <= C::kReachOfKeys)) flags |= kRest;
+    if (raw.missing) flags |= kIncomplete;
+    bool poison = false;
+    float top = 0x1p-24f;
+#pragma unroll
+    for (int i = 0; i < kLaneKeys; ++i) {
+      poison |= isnan(v_factor[i]);
+      top = fmaxf(top, fabsf(v_factor[i]));
+    }
+    if (__any_sync(~0u, poison)) flags |= kPoison;
+    top = __log2f(float_of(__reduce_max_sync(~0u, bits_of(top))));
+
+    shared_.info_empty[rings_.info().at()].wait(rings_.info().parity() ^ 1);
+    auto& info = shared_.info[rings_.info().at()];
+    write_norms(info.k_norm, k_factor);
+    write_norms(info.v_norm, v_factor);
+    if (lane_ < 8) info.v_top[lane_] = top;
+    write_keys(info, n * C::kTileK, flags, keys);
+    publish_info();
+    if constexpr (C::kOffsets) {
+      acquire_keys();
+      load_offsets(raw.page);
+      publish_keys();
+      if (flags & kRest) {
+        acquire_keys();
+        publish_keys();
+      }
+    }
+    __syncwarp();
+    if (lane_ == 0) shared_.raw_empty[raw_ring_.at].arrive();
+    raw_ring_.advance();
+  }
+
+  const Params& p_;
+  typename C::SharedMemory& shared_;
+  const int lane_;
+  typename C::Rings rings_;
+  ptx::Ring<C::kRawStages> raw_ring_;
+  TilePosition tiles_;
+  int kv_head_ = 0;
+};
+
+}  // namespace flashq::cuda::tbq4_sm90
