@@ -86,6 +86,15 @@ def test_exit_code(
     assert re.search(r"^racecheck tbq4_rotate: (0 in 9 calls|3 in 9 calls|did not run: Error: .*), \d s$", text, re.M)
 
 
+def wait_until_gone(number: str) -> None:
+    """Fails if process `number` still runs in 10 s; a zombie that nobody has waited for does not."""
+    end = time.monotonic() + 10
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        while (state := Path("/proc", number, "stat").read_text().rsplit(")", 1)[1].split()[0]) != "Z":
+            assert time.monotonic() < end, state
+            time.sleep(0.01)
+
+
 def test_a_tool_out_of_time_leaves_nothing_running(tmp_path: Path) -> None:
     tool = tmp_path / "compute-sanitizer"  # it starts its program and waits, as the real one
     tool.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {tmp_path}/program\necho so far\nwait\n")
@@ -94,12 +103,7 @@ def test_a_tool_out_of_time_leaves_nothing_running(tmp_path: Path) -> None:
     assert outcome.output == "so far\n"
     assert not outcome.passed
     assert "not done after" in outcome.problem
-    program = Path("/proc", (tmp_path / "program").read_text().strip(), "stat")
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # or it is a zombie that nobody has waited for
-        end = time.monotonic() + 10
-        while (state := program.read_text().rsplit(")", 1)[1].split()[0]) != "Z":
-            assert time.monotonic() < end, state
-            time.sleep(0.01)
+    wait_until_gone((tmp_path / "program").read_text().strip())
 
 
 def test_jobs_run_every_call_of_every_op_once_under_every_tool() -> None:
@@ -171,10 +175,7 @@ def test_a_runner_that_is_ended_leaves_nothing_running(tmp_path: Path) -> None:
             time.sleep(0.05)
         process.terminate()
         assert process.wait(10) == 128 + signal.SIGTERM
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        while (state := Path("/proc", number, "stat").read_text().rsplit(")", 1)[1].split()[0]) != "Z":
-            assert time.monotonic() < end, state
-            time.sleep(0.01)
+    wait_until_gone(number)
 
 
 def test_no_sanitizer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
