@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,19 @@ def fa3() -> Any | None:
         return importlib.import_module("fa3_fwd_interface")
     except ModuleNotFoundError:
         return None
+
+
+def fa3_calls(inputs: Sequence[Tensor], run: Callable[..., Any], name: str = FA3) -> dict[str, Call]:
+    """run(module, *inputs) as a contender, none where FlashAttention-3 is not installed.
+
+    Its wheel computes in bf16 alone: other inputs are cast, and the contender's name says so.
+    """
+    module = fa3()
+    if module is None:
+        return {}
+    if inputs[0].dtype != torch.bfloat16:
+        name, inputs = f"{name} in bf16", [x.bfloat16() for x in inputs]
+    return {name: lambda: run(module, *inputs)}
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, Call]:

@@ -14,7 +14,18 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import decode, empty_op, gpu_ceilings, gpu_graphs, gpu_probes, prefill, report, small_ops, tbq4_decode
+from benchmarks import (
+    decode,
+    empty_op,
+    gpu_ceilings,
+    gpu_graphs,
+    gpu_peers,
+    gpu_probes,
+    prefill,
+    report,
+    small_ops,
+    tbq4_decode,
+)
 from benchmarks.__main__ import main, measure_all
 from benchmarks.environment import SMI_FIELDS, parse_smi
 from benchmarks.measure import Case, Result, summarize
@@ -152,9 +163,25 @@ def test_rows_of_attention_are_unique(rows: ModuleType, quick: bool) -> None:
     assert len(names) == len(set(names)) > 10
 
 
-def test_rows_of_prefill_are_unique() -> None:
+def test_rows_of_prefill_are_unique_and_the_same_in_both_dtypes() -> None:
     names = [case.name for case in prefill.cases()]
     assert len(names) == len(set(names))
+    assert {name.replace("bf16", "fp16") for name in names} == {name for name in names if "fp16" in name}
+
+
+def test_the_peer_without_fp16_gets_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.ones(2, dtype=torch.float16)
+
+    def contender(x: torch.Tensor) -> tuple[str, torch.Tensor]:
+        ((name, call),) = gpu_peers.fa3_calls([x], lambda module, x: module.attend(x)).items()
+        return name, call()
+
+    monkeypatch.setattr(gpu_peers, "fa3", lambda: SimpleNamespace(attend=lambda x: x))
+    name, got = contender(q)
+    assert (name, got.dtype) == ("FlashAttention-3 in bf16", torch.bfloat16)
+    assert contender(q.bfloat16())[0] == "FlashAttention-3"
+    monkeypatch.setattr(gpu_peers, "fa3", lambda: None)
+    assert gpu_peers.fa3_calls([q], lambda module, x: x) == {}
 
 
 def test_operations_count_visible_pairs() -> None:
@@ -255,7 +282,7 @@ def test_quick_run_of_tbq4(tmp_path: Path) -> None:
 
 @pytest.mark.cuda
 def test_quick_run_of_prefill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    only = "^prefill bf16 2 x|^softcap .*D128|^window|packed|over 2048.*D256"
+    only = "^prefill bf16 2 x|^softcap fp16 .*D128|^window.*bf16|^packed bf16|fp16.*over 2048.*D256"
     assert main(["prefill", "--quick", "--seconds", "0.01", "--only", only, "--out", str(tmp_path)]) == 0
     document = json.loads(next(tmp_path.glob("prefill-*.json")).read_text())
     suites = {row["suite"]: row for row in document["rows"]}
@@ -263,4 +290,5 @@ def test_quick_run_of_prefill(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert {"torch flash", "cuDNN"} <= set(suites["dense"]["ratios"])
     for suite in ("options", "packed", "continuation"):
         assert any(name.startswith("flashq ") for name in suites[suite]["ratios"])
+    assert suites["continuation"]["name"].startswith("continuation fp16 ")
     assert "TFLOP/s" in capsys.readouterr().out
