@@ -13,13 +13,12 @@
 namespace flashq::cuda {
 namespace {
 
-constexpr int64_t kMaxCtas = 192;         // one for each multiprocessor: GPUs have at most so many
-constexpr int kLeastUnits = 2;            // of a warp: fewer would cost the merge more than they save
-constexpr int kItemUnits = 1;             // the start of an item takes about as long as a tile
-constexpr int64_t kWholeItem = 512;       // tokens: up to here no item is split
-constexpr int kShortWarps = 8;            // where a cluster computes an item: more warps cost more than they save
-constexpr double kMostRows = 0x1p32 - 1;  // of a plane, where rows are counted in 32 bits
-constexpr int64_t kWholeUnit = 1 << 30;   // tokens of a unit that nothing exceeds
+constexpr int64_t kMaxCtas = 192;                  // one for each multiprocessor: GPUs have at most so many
+constexpr int kLeastUnits = 2;                     // of a warp: fewer would cost the merge more than they save
+constexpr int kItemUnits = 1;                      // the start of an item takes about as long as a tile
+constexpr int64_t kWholeItem = 512;                // tokens: up to here no item is split
+constexpr double kMostRows = 0x1p32 - 1;           // of a plane, where rows are counted in 32 bits
+constexpr int64_t kWholeUnit = 1 << 30;            // tokens of a unit that nothing exceeds
 constexpr int64_t kMostTokens = INT32_MAX - 4095;  // of a sequence: the plan counts in 32 bits
 
 template <int D, int kTiles> struct CodeShape {};
@@ -73,6 +72,14 @@ SplitConfig split_config(const AttentionTbq4Params& p, int64_t workers, bool clu
           .unit_is_split = whole};
 }
 
+// Shares of the plan that have work, at most.
+int64_t most_shares(const AttentionTbq4Params& p) {
+  const SplitConfig c = split_config(p, 1, false);
+  const double units = static_cast<double>(ceil_div(c.capacity, c.unit.value) + c.item_units) *
+                       static_cast<double>(most_items(p.query, c.block_rows.value)) / c.least_units;
+  return static_cast<int64_t>(min_of(units + 1, 0x1p30));
+}
+
 // Slots (slots.cuh), their states before their values.
 struct CodePartials {
   int64_t o, end;  // bytes from the scratch's start
@@ -93,21 +100,17 @@ template <class Function> auto with_shape(int64_t head_dim, int tiles, Function 
   if (head_dim == 128) return tiles == 1 ? function(CodeShape<128, 1>{}) : function(CodeShape<128, 2>{});
   return function(CodeShape<256, 1>{});
 }
-int offset_bytes_of(int64_t head_dim, int tiles, bool whole_groups) {
-  return with_shape(head_dim, tiles,
-                    [&]<int D, int kTiles>(CodeShape<D, kTiles>) { return offset_bytes<D, kTiles>(whole_groups); });
-}
-SharedPlan plan_shared(int64_t head_dim, const CodeLaunch& how, int rows, int offset_bytes) {
+SharedPlan plan_shared(int64_t head_dim, const CodeLaunch& how, int rows, bool offsets) {
   return with_shape(head_dim, how.tiles, [&]<int D, int kTiles>(CodeShape<D, kTiles>) {
-    return lay_out_shared<D, kTiles>(how.warps, rows, offset_bytes);
+    return lay_out_shared<D, kTiles>(how.warps, rows, offsets);
   });
 }
 
 // As many warps, up to `most`, as fit shared memory.
-bool choose_warps(int64_t head_dim, int most, int rows, int offset_bytes, int64_t shared_bytes, CodeLaunch& how,
+bool choose_warps(int64_t head_dim, int most, int rows, bool offsets, int64_t shared_bytes, CodeLaunch& how,
                   SharedPlan& plan) {
   for (how.warps = most; how.warps > 0; how.warps -= how.warps > 4 ? 2 : 1) {
-    plan = plan_shared(head_dim, how, rows, offset_bytes);
+    plan = plan_shared(head_dim, how, rows, offsets);
     how.shared_bytes = plan.end;
     if (how.shared_bytes <= shared_bytes) return true;
   }
@@ -126,8 +129,7 @@ Status refuse(const char* argument, const char* expected, int64_t got) {
 int64_t attention_tbq4_scratch_bytes(const AttentionTbq4Params& p, const Launch&) {
   if (p.query.total_tokens == 0 || p.query.q_heads == 0) return 0;
   // The device is not known here: enough for the most multiprocessors and warps.
-  const int64_t partials =
-      CodePartials(p, split_config(p, kMaxCtas * most_code_warps(p.query.head_dim, row_tiles(p)), false)).end;
+  const int64_t partials = CodePartials(p, split_config(p, kMaxCtas * kMostCodeWarps, false)).end;
   return tbq4_prefill_wants(p) ? max_of(partials, tbq4_prefill_scratch_bytes(p)) : partials;
 }
 
@@ -149,15 +151,17 @@ Status tbq4_attention(const AttentionTbq4Params& p, const Launch& launch) {
       static_cast<double>(kv.num_pages) * static_cast<double>(kv.page_size) * static_cast<double>(p.query.kv_heads);
   const bool whole_groups =
       kv.page_size % 16 == 0 && widest_vector(codes | norms) == kVectorBytes && plane_rows < kMostRows;
-  const int offset_bytes = kv.k_offsets ? offset_bytes_of(p.query.head_dim, how.tiles, whole_groups) : 0;
   SharedPlan plan{};
   const bool exact = kv.exact.k != nullptr && (kv.exact_first > 0 || kv.exact_last > 0);
   const bool clusters = device.arch >= 90 && runs_code_of_90(launch.device);
   const int cluster = choose_cluster(p, clusters ? kMostCodeCluster : 1, how.ctas, exact);
-  const int most_warps = cluster > 0 ? kShortWarps : most_code_warps(p.query.head_dim, how.tiles);
-  if (!choose_warps(p.query.head_dim, most_warps, rows, offset_bytes, device.shared_bytes, how, plan))
+  if (!choose_warps(p.query.head_dim, kMostCodeWarps, rows, kv.k_offsets != nullptr, device.shared_bytes, how, plan))
     return refuse("device", "a GPU with 96 KiB of shared memory for a block", device.shared_bytes);
-  if (cluster > 0) how.ctas = static_cast<int>(most_items(p.query, how.tiles * 8)) * cluster;
+  if (cluster > 0) {
+    how.ctas = static_cast<int>(most_items(p.query, how.tiles * 8)) * cluster;
+  } else if (const int64_t shares = most_shares(p); shares < int64_t{how.ctas} * how.warps) {
+    how.warps = static_cast<int>(max_of<int64_t>(ceil_div(shares, how.ctas), 1));  // not all of them in a few CTAs
+  }
   const SplitConfig split = split_config(p, int64_t{how.ctas} * how.warps, cluster > 0);
   if (!fits_plan(p, split.capacity, split.unit.value, split.block_rows.value))
     return refuse("q", "fewer query tokens times keys", p.query.total_tokens);
@@ -177,10 +181,8 @@ Status tbq4_attention(const AttentionTbq4Params& p, const Launch& launch) {
                           .row_blocks = Divisor(ceil_div(p.query.q_len * split.group.value, split.block_rows.value)),
                           .cluster_ctas = cluster,
                           .cluster_shift = std::countr_zero(static_cast<unsigned>(max_of(cluster, 1))),
-                          .v_norms_from_k =
-                              reinterpret_cast<intptr_t>(kv.v_norms) - reinterpret_cast<intptr_t>(kv.k_norms),
                           .rows = rows,
-                          .offset_bytes = offset_bytes,
+                          .page_scores = kv.k_offsets != nullptr && whole_groups,
                           .whole_groups = whole_groups,
                           .wide_codes = widest_vector(codes) == kVectorBytes,
                           .wide_offsets = rows_fit_vectors(kv.k_offsets, kv.k_offsets_stride),
@@ -188,6 +190,7 @@ Status tbq4_attention(const AttentionTbq4Params& p, const Launch& launch) {
                           .wide_exact = rows_fit_vectors(kv.exact.k, kv.exact.k_stride) &&
                                         rows_fit_vectors(kv.exact.v, kv.exact.v_stride),
                           .exact = exact,
+                          .curved = rule.capped || rule.last != 1,
                           .straight = !rule.capped && rule.last == 1 && !kv.k_offsets};
   const auto start = p.query.head_dim == 64    ? launch_code_attention<64>
                      : p.query.head_dim == 128 ? launch_code_attention<128>

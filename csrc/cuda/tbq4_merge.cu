@@ -14,12 +14,8 @@
 namespace flashq::cuda {
 namespace {
 
-constexpr int kMostThreads = 1024, kExactThreads = 512;  // of a block; the latter where there are exact tokens
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr int kBatch = 4;  // partials in flight of a thread: with 5 it spills there
-#else
-constexpr int kBatch = 5;
-#endif
+constexpr int kMostThreads = 512;    // of a block
+constexpr int kBatch = 9;            // partials in flight of a thread
 constexpr int64_t kRun = 8;          // partials of a group: with more of them, more groups share a row
 constexpr int64_t kChunkGroups = 8;  // with kv_chunk: a row's bits must not depend on its batch mates
 constexpr int64_t kExactGroups = 8;  // at least, where there are exact tokens
@@ -67,10 +63,10 @@ __device__ __forceinline__ RowPart fold_partials(const Partials& partials, const
 
 // gridDim (items at most, row blocks, blocks of a row). `groups` work on a row, a power of two of them; a block has
 // those of several rows, but of one where there are exact tokens.
-template <int D, bool kExact> __global__ void __launch_bounds__(kExact ? kExactThreads : kMostThreads, 1)
+template <int D, bool kExact> __global__ void __launch_bounds__(kMostThreads, 1)
     merge_codes_kernel(const __grid_constant__ CodeParams p, const int groups) {
   constexpr int kWidth = CodeTile<D>::kWidth, kLanes = kWidth / 4;
-  __shared__ RowPart parts[kExact ? kExactThreads : kMostThreads];
+  __shared__ RowPart parts[kMostThreads];
   ptx::allow_dependents();
   int total = 0;
   const Segment segment = plan_item(p.call, p.split, static_cast<int>(blockIdx.x), total);
@@ -92,15 +88,19 @@ template <int D, bool kExact> __global__ void __launch_bounds__(kExact ? kExactT
     RowPart exact;
     if constexpr (kExact) {
       __shared__ float scores[kExactBatch];
+      __shared__ int pages[kExactBatch];
       const ExactTokens tokens(p, segment, p.split.group.quotient(item.first_row + row));
 #pragma unroll 1
       for (int token = 0; token < tokens.count; token += kExactBatch) {
         __syncthreads();
-        with_type(p.call.query.dtype,
-                  [&](auto type) { score_exact<decltype(type), D>(p, segment, item, row, tokens, token, scores); });
+        find_exact(p, segment.sequence.batch, tokens, token, pages);
         __syncthreads();
         with_type(p.call.query.dtype, [&](auto type) {
-          exact.merge_with(weigh_exact<decltype(type)>(p, segment, item, tokens, token, group, groups, d, scores));
+          score_exact<decltype(type), D>(p, segment, item, row, tokens, token, pages, scores);
+        });
+        __syncthreads();
+        with_type(p.call.query.dtype, [&](auto type) {
+          exact.merge_with(weigh_exact<decltype(type)>(p, item, tokens, token, group, groups, d, pages, scores));
         });
       }
       rotate_fours<kWidth, false>(exact.o);
@@ -126,7 +126,7 @@ template <int D, bool kExact> __global__ void __launch_bounds__(kExact ? kExactT
 template <int D> void launch_merge(const CodeParams& p, const Device& device, const Launch& launch) {
   constexpr int64_t kLanes = CodeTile<D>::kWidth / 4;
   const int64_t items = most_items(p.call.query, p.split.block_rows.value);
-  const int64_t most = (p.exact ? kExactThreads : kMostThreads) / kLanes;  // groups of a block
+  constexpr int64_t most = kMostThreads / kLanes;  // groups of a block
   // Of the mean number of partials of an item, not that of the longest one.
   const int64_t partials = p.split.unit_is_split ? 1 : ceil_div(p.split.workers, items) + 1;
   int64_t groups = p.exact ? kExactGroups : 1;

@@ -8,19 +8,23 @@
 
 namespace flashq::cuda {
 
+// The page of an entry of a sequence's table, or -1.
+__device__ __forceinline__ int64_t page_of_entry(const CodeParams& p, int sequence, int entry) {
+  const Tbq4View& kv = p.call.kv;
+  if (!kv.block_table.given()) return sequence;
+  const int64_t page = kv.block_table(sequence, entry);
+  return page >= 0 && page < kv.num_pages ? page : -1;
+}
+
 // Where a token lies: its page, and its row of the planes (page, KV head, slot). -1: its page does not exist.
 struct PlaneRow { int64_t page, row; };
 
 __device__ __forceinline__ PlaneRow plane_row(const CodeParams& p, int sequence, int kv_head, int token) {
   const Tbq4View& kv = p.call.kv;
-  int64_t page = sequence;
-  int slot = token;
-  if (kv.block_table.given()) {
-    const int entry = p.page_size.quotient(token);
-    page = kv.block_table(sequence, entry);
-    if (page < 0 || page >= kv.num_pages) return {-1, -1};
-    slot = token - entry * static_cast<int>(p.page_size.value);
-  }
+  const int entry = kv.block_table.given() ? p.page_size.quotient(token) : 0;
+  const int64_t page = page_of_entry(p, sequence, entry);
+  if (page < 0) return {-1, -1};
+  const int slot = token - entry * static_cast<int>(p.page_size.value);
   return {page, (page * p.call.query.kv_heads + kv_head) * kv.page_size + slot};
 }
 
@@ -31,123 +35,129 @@ template <int D, int kTiles> class CodeStream {
   static constexpr int kBatch = 32 / Tile::kGroups;                // tiles that are looked up at once
 
  public:
-  // mine.loaded is the first segment.
+  // mine.loaded.segment is the first one.
   __device__ __forceinline__ CodeStream(const CodeParams& p, CodeSegments& mine, unsigned char* memory)
-      : mine_(mine), memory_(memory) {
-    const uint32_t lane = threadIdx.x % 32, group = lane / kLanes, chunk = lane % kLanes;
-    const uint32_t shared = ptx::shared_address(memory), part = chunk % kNormChunks;
-    to_ = shared + kPairTableBytes + Tile::swizzle(group * (Tile::kBytes / Tile::kGroups) + chunk * 16);
-    norm_to_ = shared + p.at.norms + (chunk == part ? 0 : Tile::kNormBytes) + (group * kNormChunks + part) * 16;
+      : mine_(mine), memory_(memory), kept_(p, mine, memory) {
+    kept_.pin();
   }
 
-  // Starts the copy of this warp's next tile to a buffer. Past the last tile it only ends a group of copies.
-  __device__ __forceinline__ void load_next(const CodeParams& p, int buffer) {
-    bool fresh = left_ % kBatch == 0;
-    if (left_ == 0) [[unlikely]]
-      advance(p);
-    if (left_ > 0) [[likely]] {
-      if (p.whole_groups) [[likely]] {
-        if (fresh) [[unlikely]]
-          look_up(p);
-        copy_groups(p, buffer, fresh);
-      } else {
-        copy_scattered(p, mine_, memory_, next_token(left_), buffer);
-      }
-      --left_;
-    }
+  // Starts the copy of this warp's next tile to a slot. Past the last tile it only ends a group of copies.
+  __device__ __forceinline__ void load_next(const CodeParams& p, uint32_t slot) {
+    if (ready_ == 0) [[unlikely]]
+      refill(p, slot);
+    const Pieces own = pieces(p);
+    copy(own, slot);
+    --ready_;
+    row_ = next_row(own);
     ptx::cp_async_commit();
   }
 
  private:
-  // To the next segment with tokens.
-  __device__ __forceinline__ void advance(const CodeParams& p) {
-#pragma unroll 1
-    while (left_ == 0 && mine_.more) {
-      if (started_) publish(mine_.loaded, next_segment(p.call, p.split, mine_.loaded));
-      started_ = true;
-      publish(mine_.more, mine_.loaded.given());
-      if (!mine_.more) return;
-      publish(mine_.loaded_item, ItemRows(p.call, p.split, mine_.loaded));
-      const ItemRows& item = mine_.loaded_item;
-      left_ = (item.end - (item.begin & -Tile::kTokens) + Tile::kTokens - 1) / Tile::kTokens;
+  // Where this lane's first pieces of a tile's codes, and its piece of norms if it has one, come from, and where in a
+  // slot they go; and where rows of its groups stand.
+  struct Pieces {
+    const uint8_t *k_from, *v_from;
+    const unsigned char* norms_from;
+    uint32_t to, norms_to, rows_at;
+
+    __device__ __forceinline__ Pieces(const CodeParams& p, const CodeSegments& mine, const unsigned char* memory) {
+      const Tbq4View& kv = p.call.kv;
+      const uint32_t lane = ptx::fresh_lane(), group = lane / kLanes, chunk = lane % kLanes, part = chunk % kNormChunks;
+      const uint32_t shared = ptx::shared_address(memory);
+      const bool of_k = chunk < kNormChunks;
+      k_from = kv.k_codes + chunk * 16;
+      v_from = kv.v_codes + chunk * 16;
+      norms_from = reinterpret_cast<const unsigned char*>(of_k ? kv.k_norms : kv.v_norms) + part * 16;
+      to = shared + Tile::swizzle(group * (Tile::kBytes / Tile::kGroups) + chunk * 16);
+      norms_to = shared + 2 * Tile::kBytes + (of_k ? 0 : Tile::kNormBytes) + (group * kNormChunks + part) * 16;
+      if (chunk >= 2 * kNormChunks) norms_to = 0;
+      rows_at = static_cast<uint32_t>(reinterpret_cast<const unsigned char*>(mine.rows + group) - memory);
     }
+    // Keeps them in registers: else they are worked out again for every tile.
+    __device__ __forceinline__ void pin() {
+      asm volatile("" : "+l"(k_from), "+l"(v_from), "+l"(norms_from));
+      asm volatile("" : "+r"(to), "+r"(norms_to), "+r"(rows_at));
+    }
+  };
+  __device__ __forceinline__ Pieces pieces(const CodeParams& p) const {
+    return kTiles == 1 ? kept_ : Pieces(p, mine_, memory_);  // of two tiles there are no registers left for them
+  }
+  __device__ __forceinline__ uint32_t next_row(const Pieces& pieces) const {
+    return load<uint32_t>(memory_ + pieces.rows_at + (kBatch - ready_) * (Tile::kGroups * 4));
+  }
+
+  // The next tiles: looks up where they lie, or loads one whose tokens have to be looked up one by one.
+  __device__ __forceinline__ void refill(const CodeParams& p, uint32_t slot) {
+    const bool whole_groups = p.whole_groups;
+    int left = mine_.left;
+    if (left > 0) left -= whole_groups ? (left - 1) % kBatch + 1 : 1;
+    if (left == 0) left = advance(p);
+    publish(mine_.left, left);
+    ready_ = whole_groups && left > 0 ? (left - 1) % kBatch + 1 : 1;
+    look_up(p, left, whole_groups);
+    if (!whole_groups && left > 0) copy_scattered(p, mine_, memory_, next_token(left), slot);
+    row_ = next_row(pieces(p));
+  }
+
+  // To the next segment; how many tiles it has: at least one, even if it sees no token, or none behind the last.
+  __device__ __forceinline__ int advance(const CodeParams& p) {
+    const int entered = mine_.entered;
+    SegmentRows& loaded = mine_.loaded;
+    if (entered > 0) {
+      if (!loaded.segment.given()) return 0;
+      publish(loaded.segment, next_segment(p.call, p.split, loaded.segment));
+    }
+    publish(loaded.item, ItemRows(p.call, p.split, loaded.segment));
+    copy_words(mine_.waiting[entered % kWaiting], loaded);
+    publish(mine_.entered, entered + 1);
+    const ItemRows& item = loaded.item;
+    const int tiles = (item.end - (item.begin & -Tile::kTokens) + Tile::kTokens - 1) / Tile::kTokens;
+    return loaded.segment.given() ? max_of(tiles, 1) : 0;
   }
   // Where a tile starts, from how many tiles there are from it on.
   __device__ __forceinline__ int next_token(int left) const {
-    return ((mine_.loaded_item.end + Tile::kTokens - 1) / Tile::kTokens - left) * Tile::kTokens;
+    return ((mine_.loaded.item.end + Tile::kTokens - 1) / Tile::kTokens - left) * Tile::kTokens;
   }
 
   // Where the groups of 16 tokens of the next tiles lie, up to a multiple of kBatch from the segment's end: tables are
   // read once for many tiles, and only where a token is seen.
-  __device__ __forceinline__ void look_up(const CodeParams& p) {
+  __device__ __forceinline__ void look_up(const CodeParams& p, int left, bool whole_groups) {
     const int lane = ptx::fresh_lane();
-    const int token = next_token((left_ + kBatch - 1) / kBatch * kBatch) + lane * 16;
-    const ItemRows& item = mine_.loaded_item;
-    const bool wanted = token < item.end && token + 16 > item.begin;
-    const PlaneRow at = wanted ? plane_row(p, mine_.loaded.sequence.batch, item.kv_head, token) : PlaneRow{-1, -1};
+    const int token = next_token((left + kBatch - 1) / kBatch * kBatch) + lane * 16;
+    const ItemRows& item = mine_.loaded.item;
+    const bool wanted = whole_groups && left > 0 && token < item.end && token + 16 > item.begin;
+    const int64_t row = wanted ? plane_row(p, mine_.loaded.segment.sequence.batch, item.kv_head, token).row : -1;
     __syncwarp();
-    mine_.rows[lane] = static_cast<uint32_t>(at.row);  // fewer than 2^32 - 1
-    mine_.pages[lane] = static_cast<int>(at.page);     // below 2^31: a page has 16 tokens and more
-    if (wanted && at.row < 0) mine_.lose();
+    mine_.rows[lane] = static_cast<uint32_t>(row);  // fewer than 2^32 - 1
+    if (wanted && row < 0) mine_.lose();
     __syncwarp();
   }
 
-  __device__ __forceinline__ void copy_groups(const CodeParams& p, int buffer, bool fresh) {
-    const Tbq4View& kv = p.call.kv;
-    const uint32_t lane = threadIdx.x % 32, chunk = lane % kLanes, group = lane / kLanes;
-    const uint32_t first = (-static_cast<uint32_t>(left_) % kBatch) * Tile::kGroups, row = mine_.rows[first + group];
-    const bool there = row != kNowhere;
-    const uint64_t from = uint64_t{row} * Tile::kTokenBytes + chunk * 16;
-    const uint32_t to = to_ + buffer * 2 * Tile::kBytes;
+  __device__ __forceinline__ void copy(const Pieces& own, uint32_t slot) const {
+    const bool there = row_ != kNowhere;
+    const uint8_t *const k = own.k_from + uint64_t{row_} * Tile::kTokenBytes, *const v =
+                                                                                  own.v_from +
+                                                                                  uint64_t{row_} * Tile::kTokenBytes;
+    const uint32_t to = own.to + slot;
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      // k * kLanes chunks are other bits of the place than those in to_, so their exchanges can be combined.
+    for (int i = 0; i < 4; ++i) {
+      // i * kLanes chunks are other bits of the place than those in to_, so their exchanges can be combined.
       constexpr uint32_t kInLine = 127;
-      const uint32_t at = (to ^ (Tile::swizzle(k * kLanes * 16) & kInLine)) + k * kLanes * 16;
-      ptx::cp_async_16_if(there, at, kv.k_codes + from + k * kLanes * 16);
-      ptx::cp_async_16_if(there, at + Tile::kBytes, kv.v_codes + from + k * kLanes * 16);
+      const uint32_t at = (to ^ (Tile::swizzle(i * kLanes * 16) & kInLine)) + i * kLanes * 16;
+      ptx::cp_async_16_if(there, at, k + i * kLanes * 16);
+      ptx::cp_async_16_if(there, at + Tile::kBytes, v + i * kLanes * 16);
     }
-    const int64_t plane = chunk < kNormChunks ? 0 : p.v_norms_from_k;
-    ptx::cp_async_16_if(there && chunk < 2 * kNormChunks, norm_to_ + buffer * 2 * Tile::kNormBytes,
-                        reinterpret_cast<const char*>(kv.k_norms) + plane + uint64_t{row} * (Tile::kBlocks * 2) +
-                            chunk % kNormChunks * 16);
-    if (kv.k_offsets) [[unlikely]]
-      copy_offsets(p, buffer, static_cast<int>(first), fresh);
-  }
-
-  // What the pages of the tile's groups add to scores; worked out for 16 groups at a time.
-  __device__ __forceinline__ void copy_offsets(const CodeParams& p, int buffer, int first, bool fresh) const {
-    const int lane = ptx::fresh_lane(), g = lane / 4, t = lane % 4;
-    const int group = first % kOffsetGroups;
-    unsigned char* const own =
-        memory_ + p.at.next_offsets + ptx::fresh_thread() / 32 * (kOffsetGroups * kOffsetBytes<kTiles>);
-    if (fresh || group == 0) {
-      const int page[2] = {mine_.pages[first - group + g], mine_.pages[first - group + g + 8]};
-      float s[kTiles][4];
-      score_pages<D, kTiles>(p, mine_.loaded, mine_.loaded_item, page, s);
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          store(own + (g + 8 * h) * kOffsetBytes<kTiles> + (8 * n + 2 * t) * 4,
-                Vector<float, 2>{s[n][2 * h], s[n][2 * h + 1]});
-      __syncwarp();
-    }
-    constexpr int kBytes = offset_bytes<D, kTiles>(true);  // 256 at most
-    if (lane < kBytes / 8)
-      store(memory_ + p.at.offsets + buffer * kBytes + lane * 8,
-            load<Vector<float, 2>>(own + group * kOffsetBytes<kTiles> + lane * 8));
-    __syncwarp();
+    ptx::cp_async_16_if(there && own.norms_to != 0, own.norms_to + slot,
+                        own.norms_from + uint64_t{row_} * (Tile::kBlocks * 2));
   }
 
   // Tokens looked up one by one, 16-bit loads and stores of norms, all without running ahead.
   static __device__ __noinline__ void copy_scattered(const CodeParams& p, CodeSegments& mine, unsigned char* memory,
-                                                     int first, int buffer) {
+                                                     int first, uint32_t slot) {
     const Tbq4View& kv = p.call.kv;
-    const ItemRows& item = mine.loaded_item;
+    const ItemRows& item = mine.loaded.item;
     const int lane = ptx::fresh_lane();
-    const uint32_t codes = ptx::shared_address(memory) + kPairTableBytes + buffer * 2 * Tile::kBytes;
-    const uint32_t norms = ptx::shared_address(memory) + p.at.norms + buffer * 2 * Tile::kNormBytes;
+    const uint32_t codes = ptx::shared_address(memory) + slot, norms = codes + 2 * Tile::kBytes;
     constexpr int kOfLane = (Tile::kTokens + 31) / 32;  // tokens
     int64_t rows[kOfLane];
     bool all = true;
@@ -155,7 +165,7 @@ template <int D, int kTiles> class CodeStream {
     for (int i = 0; i < kOfLane; ++i) {
       const int token = first + 32 * i + lane;
       const bool wanted = 32 * i + lane < Tile::kTokens && token >= item.begin && token < item.end;
-      rows[i] = wanted ? plane_row(p, mine.loaded.sequence.batch, item.kv_head, token).row : -1;
+      rows[i] = wanted ? plane_row(p, mine.loaded.segment.sequence.batch, item.kv_head, token).row : -1;
       all = all && (rows[i] >= 0 || !wanted);
       if (rows[i] < 0) continue;
 #pragma unroll
@@ -183,27 +193,6 @@ template <int D, int kTiles> class CodeStream {
       }
     }
     if (!all) mine.lose();
-    if (!kv.k_offsets) return;
-    const int g = lane / 4, t = lane % 4;
-#pragma unroll 1
-    for (int i = 0; i < Tile::kTokens; i += 16) {
-      int page[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int token = first + i + g + 8 * h;
-        const bool wanted = token >= item.begin && token < item.end;
-        page[h] = wanted ? static_cast<int>(plane_row(p, mine.loaded.sequence.batch, item.kv_head, token).page) : -1;
-      }
-      float s[kTiles][4];
-      score_pages<D, kTiles>(p, mine.loaded, item, page, s);
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          store(memory + p.at.offsets + buffer * p.offset_bytes + (i + g + 8 * h) * kOffsetBytes<kTiles> +
-                    (8 * n + 2 * t) * 4,
-                Vector<float, 2>{s[n][2 * h], s[n][2 * h + 1]});
-    }
   }
   static __device__ __forceinline__ void copy_bytes(uint32_t to, const uint8_t* from) {
 #pragma unroll 1
@@ -213,9 +202,9 @@ template <int D, int kTiles> class CodeStream {
 
   CodeSegments& mine_;
   unsigned char* memory_;  // shared
-  uint32_t to_, norm_to_;  // where this lane's first piece of a tile's codes, and its piece of norms, go
-  int left_ = 0;           // tiles that the segment has left
-  bool started_ = false;   // the first segment has been entered
+  Pieces kept_;
+  uint32_t row_ = kNowhere;  // of the next tile
+  int ready_ = 0;            // tiles that have been looked up
 };
 
 }  // namespace flashq::cuda

@@ -3,6 +3,7 @@
 #pragma once
 #include "cuda/decode/merge_rows.cuh"
 #include "cuda/decode/row_results.cuh"
+#include "cuda/ptx/cp_async.cuh"
 #include "cuda/tbq4_attention/exact_rule.cuh"
 #include "cuda/tbq4_attention/offsets.cuh"
 #include "cuda/tbq4_attention/scores.cuh"
@@ -32,12 +33,19 @@ struct ExactTokens {
   __device__ __forceinline__ int token(int i) const { return i < lead ? first + i : recent + i - lead; }
 };
 
-// Offset of a token's key (`values`: value) in the pool, or -1.
-__device__ __forceinline__ int64_t exact_offset(const CodeParams& p, int sequence, int kv_head, int token,
+// The pages of tokens [begin, begin + kExactBatch), -1 for those that the pool does not have. All threads of the block
+// call it.
+__device__ __forceinline__ void find_exact(const CodeParams& p, int sequence, const ExactTokens& tokens, int begin,
+                                           int (&pages)[kExactBatch]) {
+  const int batch = min_of(tokens.count - begin, kExactBatch);
+  for (int i = static_cast<int>(threadIdx.x); i < batch; i += static_cast<int>(blockDim.x))
+    pages[i] = static_cast<int>(exact_page(p, sequence, tokens.token(begin + i)));
+}
+// Offset of a token's key or value in its page of the pool.
+__device__ __forceinline__ int64_t exact_offset(const CodeParams& p, int64_t page, int kv_head, int token,
                                                 const int64_t (&stride)[3]) {
-  const int64_t page = exact_page(p, sequence, token);
   const int slot = token - p.exact_page_size.quotient(token) * static_cast<int>(p.exact_page_size.value);
-  return page < 0 ? -1 : page * stride[0] + slot * stride[1] + kv_head * stride[2];
+  return page * stride[0] + slot * stride[1] + kv_head * stride[2];
 }
 
 // 16 values of a lane's part of a row, in fp32.
@@ -55,7 +63,8 @@ template <class T> __device__ __forceinline__ void load_sixteen(const uint16_t* 
 // neighbouring lanes work on a token; all threads of the block call it.
 template <class T, int D>
 __device__ __forceinline__ void score_exact(const CodeParams& p, const Segment& segment, const ItemRows& item, int row,
-                                            const ExactTokens& tokens, int begin, float (&scores)[kExactBatch]) {
+                                            const ExactTokens& tokens, int begin, const int (&pages)[kExactBatch],
+                                            float (&scores)[kExactBatch]) {
   constexpr int kLanes = D / 16;
   const int lane = static_cast<int>(threadIdx.x) % kLanes, d = lane * 16;
   const int side = static_cast<int>(blockDim.x) / kLanes, batch = min_of(tokens.count - begin, kExactBatch);
@@ -64,25 +73,28 @@ __device__ __forceinline__ void score_exact(const CodeParams& p, const Segment& 
   load_sixteen<T>(static_cast<const uint16_t*>(p.call.query.q) +
                       query_offset(p.call.query, p.split.group, segment, item, row) + d,
                   true, p.wide_q, q);
-#pragma unroll 2
+#pragma unroll 3
   for (int base = 0; base < batch; base += side) {
     const int i = base + static_cast<int>(threadIdx.x) / kLanes;
-    const int64_t at =
-        i < batch ? exact_offset(p, segment.sequence.batch, item.kv_head, tokens.token(begin + i), pool.k_stride) : -1;
+    const int page = i < batch ? pages[i] : -1, token = tokens.token(begin + i);
+    const int64_t at = exact_offset(p, max_of(page, 0), item.kv_head, token, pool.k_stride) + d;
     float k[16], sum = 0;
-    load_sixteen<T>(static_cast<const uint16_t*>(pool.k) + max_of<int64_t>(at, 0) + d, at >= 0, p.wide_exact, k);
+    load_sixteen<T>(static_cast<const uint16_t*>(pool.k) + at, page >= 0, p.wide_exact, k);
+    if (page >= 0)
+      ptx::prefetch_l2(static_cast<const uint16_t*>(pool.v) +
+                       exact_offset(p, page, item.kv_head, token, pool.v_stride) + d);
 #pragma unroll
     for (int j = 0; j < 16; ++j) sum = fmaf(q[j], k[j], sum);
 #pragma unroll
     for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    if (lane == 0 && i < batch) scores[i] = at < 0 ? -kInf : finish_score(p.rule, sum * p.rule.factor);
+    if (lane == 0 && i < batch) scores[i] = page < 0 ? -kInf : finish_score(p.rule, sum * p.rule.factor);
   }
 }
 
 // What every `groups`-th of these tokens, from `group` on, gives four columns from d on.
 template <class T>
-__device__ __forceinline__ RowPart weigh_exact(const CodeParams& p, const Segment& segment, const ItemRows& item,
-                                               const ExactTokens& tokens, int begin, int group, int groups, int d,
+__device__ __forceinline__ RowPart weigh_exact(const CodeParams& p, const ItemRows& item, const ExactTokens& tokens,
+                                               int begin, int group, int groups, int d, const int (&pages)[kExactBatch],
                                                const float (&scores)[kExactBatch]) {
   const int batch = min_of(tokens.count - begin, kExactBatch);
   const KvView& pool = p.call.kv.exact;
@@ -91,12 +103,12 @@ __device__ __forceinline__ RowPart weigh_exact(const CodeParams& p, const Segmen
 #pragma unroll 4
   for (int i = group; i < batch; i += groups) part.state.max = fmaxf(part.state.max, scores[i]);
   if (part.state.max == -kInf) part.state.max = kLeastMaximum;
-#pragma unroll 4
+#pragma unroll 5
   for (int i = group; i < batch; i += groups) {
-    const int64_t at = exact_offset(p, segment.sequence.batch, item.kv_head, tokens.token(begin + i), pool.v_stride);
-    if (at < 0) continue;
+    if (pages[i] < 0) continue;
     any = true;
-    const auto* from = static_cast<const uint16_t*>(pool.v) + at + d;
+    const auto* from = static_cast<const uint16_t*>(pool.v) + d +
+                       exact_offset(p, pages[i], item.kv_head, tokens.token(begin + i), pool.v_stride);
     Vector<uint32_t, 2> v;
     if (p.wide_exact)
       v = load<Vector<uint32_t, 2>>(from);

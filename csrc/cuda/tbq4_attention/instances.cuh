@@ -9,7 +9,7 @@
 namespace flashq::cuda {
 
 template <int D, int kTiles> Status launch_code_kernel(const CodeLaunch& how, CodeParams p, const Launch& launch) {
-  constexpr auto kKernel = code_attention_kernel<D, kTiles, most_code_warps(D, kTiles)>;
+  constexpr auto kKernel = code_attention_kernel<D, kTiles>;
   Device device{};
   if (const Status status = describe_device(launch.device, device); !status.ok()) return status;
   opt_in<kKernel>(launch.device, static_cast<int>(device.shared_bytes));  // launch_status() reports a failure

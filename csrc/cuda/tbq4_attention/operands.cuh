@@ -31,10 +31,11 @@ __device__ __forceinline__ uint16_t table_rest(int code) {
 // All threads: fills the table of pairs. Every lane knows one level, so a shuffle is a look-up.
 __device__ __forceinline__ void fill_table(unsigned char* table) {
   const uint32_t own = table_level(static_cast<int>(threadIdx.x) % tbq4::kLevels);
-#pragma unroll 2
-  for (int i = static_cast<int>(threadIdx.x); i < 256 * 8; i += static_cast<int>(blockDim.x)) {
-    const uint32_t pair = __shfl_sync(~0u, own, i >> 3 & 15) | __shfl_sync(~0u, own, i >> 7) << 16;
-    store(table + (i >> 3) * 256 + (i & 7) * 16, Vector<uint32_t, 4>{pair, pair, pair, pair});
+#pragma unroll 1
+  for (int first = 0; first < 256 * 8; first += static_cast<int>(blockDim.x)) {
+    const int i = first + static_cast<int>(threadIdx.x);
+    const uint32_t pair = __shfl_sync(~0u, own, i >> 3 & 15) | __shfl_sync(~0u, own, i >> 7 & 15) << 16;
+    if (i < 256 * 8) store(table + (i >> 3) * 256 + (i & 7) * 16, Vector<uint32_t, 4>{pair, pair, pair, pair});
   }
 }
 

@@ -1,12 +1,11 @@
 // Queries as right operands: rotated, scaled to fp16 by a power of two for each row.
 //
 // A lane (g, t) has dims 32 t .. 32 t + 31 of every block of row g (16 t .. of width 64): step i of a product takes its
-// dims 4 i .. 4 i + 3, which are what its bytes of a token's codes are. The rotation needs no other layout: bits 0, 1,
-// 5 and 6 of the dim are transformed by products with a 16 x 16 matrix of signs, which are exact, bits 2 to 4 within
-// the lane.
+// dims 4 i .. 4 i + 3, which are what its bytes of a token's codes are. Rows are rotated one after the other, in a
+// loop: code that runs once waits for its instructions, about 100 cycles for eight of them.
 #pragma once
 #include "cuda/ptx/ldmatrix.cuh"
-#include "cuda/tbq4/lanes.cuh"
+#include "cuda/tbq4_attention/rotation.cuh"
 #include "cuda/tbq4_attention/shared.cuh"
 
 namespace flashq::cuda {
@@ -61,112 +60,139 @@ struct FloatUnit {
   }
 };
 
-// The sign bits of a sign vector at this lane's dims of a block, and those of its pair w as of two 16-bit values.
-template <int kWidth> __device__ __forceinline__ uint32_t lane_signs(tbq4::Sign sign) {
-  const uint32_t t = static_cast<uint32_t>(ptx::fresh_lane()) % 4;
-  const auto& words = kDeviceSigns[sign == tbq4::Sign::kIn ? 0 : 1];
-  return kWidth == 128 ? words[static_cast<int>(t)] : words[static_cast<int>(t / 2)] >> (t % 2 * 16);
+// Rows of queries where a warp keeps them in shared memory, in 16 bit (shared.cuh): chunks of 16 bytes, exchanged so
+// that fragments are read with few bank conflicts.
+template <int D> __device__ __forceinline__ int query_at(int row, int column) {
+  const int at = row * (D * 2) + ((column / 8 ^ (row & 7)) * 16) + column % 8 * 2;
+  return at / 128 * 256 + at % 128;
 }
-__device__ __forceinline__ uint32_t pair_signs(uint32_t bits, int w) {
-  const uint32_t low = 2 * w <= 15 ? bits << (15 - 2 * w) : bits >> (2 * w - 15), high = bits << (30 - 2 * w);
-  return (low & 0x8000) | (high & 0x80000000);
-}
+
+// What a row of queries is in fp16, times `factor`, and its length times the scale.
+struct QueryScale { float factor, length; };
 
 // The rows of a warp's item.
 template <int D, int kTiles> struct Queries {
   using Tile = CodeTile<D>;
-  static constexpr int kWords = Tile::kSteps * 2;  // of a block
-  uint32_t word[kTiles][Tile::kBlocks][kWords];    // right operands: two of each step
-  float factor[kTiles][2];                         // of the products of rows 8 n + 2 t + c
-  float reach;                                     // largest length of a query times the scale
+  static constexpr int kWidth = Tile::kWidth, kBlocks = Tile::kBlocks;
+  static constexpr int kWords = Tile::kSteps * 2;   // of a block
+  using Words = uint32_t[kTiles][kBlocks][kWords];  // right operands: two of each step
+  Words word;
+  float factor[kTiles][2];  // of the products of rows 8 n + 2 t + c
+  float reach;              // largest length of a query times the scale
 
-  // What rounding leaves goes to `rest`, for this warp.
-  __device__ __forceinline__ void prepare(const CodeParams& p, const Segment& segment, const ItemRows& item,
-                                          unsigned char* rest) {
-    const uint32_t lane = static_cast<uint32_t>(ptx::fresh_lane()), g = lane / 4, t = lane % 4;
-    const uint32_t odd = (g & 2 * t) >> 1 ^ (g & 2 * t) >> 2, signs = (odd & 1) << 15 | ((odd ^ g) & 1) << 31;
-    const uint32_t in = lane_signs<Tile::kWidth>(tbq4::Sign::kIn), out = lane_signs<Tile::kWidth>(tbq4::Sign::kOut);
-    float longest = 0;
+  // Of rows that have been rotated.
+  __device__ __forceinline__ void read(const unsigned char* memory, const QueryScale* scales, int rows) {
+    const int lane = ptx::fresh_lane(), t = lane % 4;
+    float longest = lane < rows ? scales[lane].length : 0;
+#pragma unroll
+    for (int step = 1; step < 8 * kTiles; step *= 2) {
+      const float other = __shfl_xor_sync(~0u, longest, step);
+      longest = longest >= other || longest != longest ? longest : other;  // a NaN stays
+    }
+    reach = __shfl_sync(~0u, longest, 0);
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      float x[Tile::kBlocks][Tile::kSteps][4] = {};
 #pragma unroll
-      for (int b = 0; b < Tile::kBlocks; ++b) {
-        uint32_t raw[kWords];
-        load_query<D>(p, segment, item, 8 * n + static_cast<int>(g), b, raw);
-#pragma unroll
-        for (int w = 0; w < kWords; ++w) raw[w] ^= pair_signs(in, w);
-        with_type(p.call.query.dtype, [&](auto type) {
-          using T = decltype(type);
-          const uint32_t same = signs ^ (uint32_t{T::store(1)} * 0x10001), negated = same ^ 0x80008000;
-          const uint32_t a[4] = {same, same, same, negated};
-#pragma unroll
-          for (int i = 0; i < Tile::kSteps; ++i) ptx::mma_16x8x16<T>(x[b][i], a, raw[2 * i], raw[2 * i + 1]);
-        });
-#pragma unroll
-        for (int step = 1; step < Tile::kSteps; step *= 2)
-#pragma unroll
-          for (int i = 0; i < Tile::kSteps; ++i) {
-            if (i & step) continue;
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-              const float low = x[b][i][k], high = x[b][i + step][k];
-              x[b][i][k] = low + high;
-              x[b][i + step][k] = low - high;
-            }
-          }
-      }
-      float inverse[2];
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float top = 0, squares = 0;
-#pragma unroll
-        for (int i = 0; i < Tile::kBlocks * Tile::kSteps * 2; ++i)
-          top = fmaxf(top, fabsf(x[i / 2 / Tile::kSteps][i / 2 % Tile::kSteps][i % 2 * 2 + c]));
-#pragma unroll
-        for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-        const FloatUnit scaled(top * tbq4::kInvSqrtWidth<Tile::kWidth>);
-        inverse[c] = scaled.inverse * tbq4::kInvSqrtWidth<Tile::kWidth>;
-#pragma unroll
-        for (int i = 0; i < Tile::kBlocks * Tile::kSteps * 2; ++i) {
-          float& y = x[i / 2 / Tile::kSteps][i / 2 % Tile::kSteps][i % 2 * 2 + c];
-          y *= inverse[c];
-          squares = fmaf(y, y, squares);
-        }
-#pragma unroll
-        for (int step = 4; step < 32; step *= 2) squares += __shfl_xor_sync(~0u, squares, step);
-        factor[n][c] = scaled.unit * p.rule.factor * kLevelUnit<Tile::kWidth>;
-        const float length = sqrtf(squares) * (scaled.unit * fabsf(p.call.score.scale));
-        longest = longest >= length || longest != longest ? longest : length;  // a NaN stays
-      }
-#pragma unroll
-      for (int b = 0; b < Tile::kBlocks; ++b) {
-        uint32_t left[kWords];
-#pragma unroll
-        for (int w = 0; w < kWords; ++w) {
-          const float even = x[b][w / 2][w % 2 * 2], odd_one = x[b][w / 2][w % 2 * 2 + 1];
-          const uint32_t high = ptx::pack<Float16>(even, odd_one), flips = pair_signs(out, w);
-          left[w] = ptx::transpose_8x8(ptx::pack<Float16>(even - half_to_float(static_cast<uint16_t>(high)),
-                                                          odd_one - half_to_float(static_cast<uint16_t>(high >> 16)))) ^
-                    flips;
-          word[n][b][w] = ptx::transpose_8x8(high) ^ flips;
-        }
-#pragma unroll
-        for (int w = 0; w < kWords; w += 4)
-          store(rest + rest_at<D>((n * Tile::kBlocks + b) * kWords + w),
-                Vector<uint32_t, 4>{left[w], left[w + 1], left[w + 2], left[w + 3]});
-      }
+      for (int c = 0; c < 2; ++c) factor[n][c] = scales[min_of(8 * n + 2 * t + c, max_of(rows - 1, 0))].factor;
     }
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-      const float other = __shfl_xor_sync(~0u, longest, step);
-      longest = longest >= other || longest != longest ? longest : other;
-    }
-    reach = longest;
+    read_words(memory, rows, word);
   }
-  // The rests of the two words of step i.
-  static __device__ __forceinline__ Vector<uint32_t, 2> rest_of(const unsigned char* rest, int n, int b, int i) {
-    return load<Vector<uint32_t, 2>>(rest + rest_at<D>(((n * Tile::kBlocks + b) * kWords + 2 * i) & ~3) + i % 2 * 8);
+  // A row's dims of this lane, zeros past the last row.
+  static __device__ __forceinline__ void read_words(const unsigned char* memory, int rows, Words& word) {
+    const int lane = ptx::fresh_lane(), g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const bool real = 8 * n + g < rows;
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+        for (int w = 0; w < kWords; w += 4) {
+          const auto four =
+              load<Vector<uint32_t, 4>>(memory + query_at<D>(8 * n + g, b * kWidth + t * (kWidth / 4) + 2 * w));
+#pragma unroll
+          for (int i = 0; i < 4; ++i) word[n][b][w + i] = real ? four.value[i] : 0;
+        }
+    }
+  }
+};
+
+// Rotates rows of an item, kRows neighbouring ones at a time, and leaves them, or with kRests what fp16 has no room
+// for, in `memory`: every `step`-th of these groups from `first` on.
+template <int D> class QueryRotation {
+  static constexpr int kWidth = CodeTile<D>::kWidth, kBlocks = CodeTile<D>::kBlocks;
+  static constexpr int kLanes = kWidth / 4;  // of a row
+
+ public:
+  static constexpr int kRows = 32 / kLanes;
+
+  template <bool kRests>
+  static __device__ __forceinline__ void rotate(const CodeParams& p, const SegmentRows& of, int first, int step,
+                                                unsigned char* memory, QueryScale* scales) {
+    constexpr float kMostGain = kWidth == 128 ? 11.3137085f : 8;  // of the rotation, to an element
+    const int rows = of.item.rows, own = ptx::fresh_lane() / kLanes, column = ptx::fresh_lane() % kLanes * 4;
+    Raw next = load_row(p, of, min_of(first * kRows + own, rows - 1), column);
+#pragma unroll 1
+    for (int base = first * kRows; base < rows; base += step * kRows) {
+      const Raw raw = next;
+      next = load_row(p, of, min_of(base + step * kRows + own, rows - 1), column);
+      float x[kBlocks][4], top = 0, squares = 0;
+      with_type(p.call.query.dtype, [&](auto type) {
+        using T = decltype(type);
+#pragma unroll
+        for (int i = 0; i < kBlocks * 4; ++i)
+          x[i / 4][i % 4] = T::load(static_cast<uint16_t>(raw.value[i / 4].value[i / 2 % 2] >> (i % 2 * 16)));
+      });
+#pragma unroll
+      for (int i = 0; i < kBlocks * 4; ++i) {
+        top = fmaxf(top, fabsf(x[i / 4][i % 4]));
+        squares = fmaf(x[i / 4][i % 4], x[i / 4][i % 4], squares);
+      }
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) rotate_fours<kWidth, false>(x[b]);
+#pragma unroll
+      for (int step = 1; step < kLanes; step *= 2) {
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+        squares += __shfl_xor_sync(~0u, squares, step);
+      }
+      const FloatUnit scaled(top * kMostGain);
+      const int row = base + own;
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        Vector<uint32_t, 2> two;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float even = x[b][2 * i] * scaled.inverse, odd = x[b][2 * i + 1] * scaled.inverse;
+          two.value[i] = ptx::pack<Float16>(even, odd);
+          if constexpr (kRests)
+            two.value[i] = ptx::pack<Float16>(even - half_to_float(static_cast<uint16_t>(two.value[i])),
+                                              odd - half_to_float(static_cast<uint16_t>(two.value[i] >> 16)));
+        }
+        if (row < rows) store(memory + query_at<D>(row, b * kWidth + column), two);
+      }
+      if (!kRests && row < rows && column == 0)
+        scales[row] = {scaled.unit * p.rule.factor * kLevelUnit<kWidth>, sqrtf(squares) * fabsf(p.call.score.scale)};
+    }
+    __syncwarp();
+  }
+
+ private:
+  struct Raw { Vector<uint32_t, 2> value[kBlocks]; };
+
+  static __device__ __forceinline__ Raw load_row(const CodeParams& p, const SegmentRows& of, int row, int column) {
+    const auto* from = static_cast<const uint16_t*>(p.call.query.q) +
+                       query_offset(p.call.query, p.split.group, of.segment, of.item, row) + column;
+    Raw raw;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      if (p.wide_q) {
+        raw.value[b] = load<Vector<uint32_t, 2>>(from + b * kWidth);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          raw.value[b].value[i] = from[b * kWidth + 2 * i] | uint32_t{from[b * kWidth + 2 * i + 1]} << 16;
+      }
+    }
+    return raw;
   }
 };
 

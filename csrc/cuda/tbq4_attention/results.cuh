@@ -3,6 +3,7 @@
 #pragma once
 #include "cuda/decode/cluster_item.cuh"
 #include "cuda/tbq4_attention/rotation.cuh"
+#include "cuda/tbq4_attention/shared.cuh"
 #include "cuda/tbq4_attention/weights.cuh"
 
 namespace flashq::cuda {
@@ -45,13 +46,12 @@ template <int D> class ParkedCodes {
  public:
   __device__ __forceinline__ ParkedCodes(const CodeParams& p, unsigned char* shared)
       : rings_(shared + kPairTableBytes),
-        ring_bytes_(kCodeStages * 2 * CodeTile<D>::kBytes),
         rows_(p.rows),
         states_(reinterpret_cast<SoftmaxState<Binary>*>(shared + p.at.states)) {}
 
   // Four columns from `column` on.
   __device__ __forceinline__ float4& values(int warp, int row, int column) const {
-    auto* own = reinterpret_cast<float4*>(rings_ + warp * ring_bytes_);
+    auto* own = reinterpret_cast<float4*>(rings_ + warp * kRingBytes<D>);
     return own[(row * (D / 4) + column / 4) ^ (row >> 1 & 3)];
   }
   __device__ __forceinline__ SoftmaxState<Binary>& state(int warp, int row) const {
@@ -60,7 +60,7 @@ template <int D> class ParkedCodes {
 
  private:
   unsigned char* rings_;
-  int ring_bytes_, rows_;
+  int rows_;
   SoftmaxState<Binary>* states_;
 };
 

@@ -6,10 +6,9 @@
 namespace flashq::cuda {
 
 // A block of kWidth values is spread over kWidth / 4 neighbouring lanes. All lanes of a warp take part.
-template <int kWidth, bool kInverse> __device__ __forceinline__ void rotate_fours(float4& o) {
+template <int kWidth, bool kInverse> __device__ __forceinline__ void rotate_fours(float (&v)[4]) {
   constexpr int kLanes = kWidth / 4;
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  float v[4] = {o.x, o.y, o.z, o.w};
   const auto flip = [&](bool in) {
     const uint32_t bits = kDeviceSigns[in ? 0 : 1][lane / 8] >> (lane % 8 * 4);
 #pragma unroll
@@ -26,6 +25,10 @@ template <int kWidth, bool kInverse> __device__ __forceinline__ void rotate_four
 #pragma unroll
   for (int i = 0; i < 4; ++i) v[i] *= tbq4::kInvSqrtWidth<kWidth>;
   flip(kInverse);
+}
+template <int kWidth, bool kInverse> __device__ __forceinline__ void rotate_fours(float4& o) {
+  float v[4] = {o.x, o.y, o.z, o.w};
+  rotate_fours<kWidth, kInverse>(v);
   o = {v[0], v[1], v[2], v[3]};
 }
 

@@ -18,9 +18,10 @@ __device__ __forceinline__ float finish_score(const ScoreRule& rule, float x) {
   return x * rule.last;
 }
 
-// length(q) * norm(k) * scale from which on fp16 queries are too coarse, and from which on fp16 levels are: their
-// scores are off by 2e-5 and by 4e-6 of that (standard deviation, D 128).
-inline constexpr float kReachOfQuery = 20, kReachOfLevels = 300;
+// length(q) * norm(k) * scale from which on fp16 queries are too coarse, 2 sqrt(D): their scores are off by 4.5e-4
+// there (standard deviation); and from which on fp16 levels are, whose scores are off by 4e-6 of that (D 128).
+template <int D> inline constexpr float kReachOfQuery = D == 64 ? 16 : D == 128 ? 22.627417f : 32;
+inline constexpr float kReachOfLevels = 300;
 
 // Rows g and g + 8 of K of product j: 16 bytes of codes (8 of D 64).
 template <int D> struct KeyCodes {
@@ -47,12 +48,10 @@ template <int D> struct KeyCodes {
   }
 };
 
-// Adds to the products of a tile what rounding the queries, and if `levels` the levels, to fp16 has left out. Rare.
-template <int D, int kTiles> __device__ __forceinline__ void add_rest(const unsigned char* shared,
-                                                                      const unsigned char* rests, uint32_t lane_at,
-                                                                      uint32_t lane4, bool levels,
-                                                                      const Queries<D, kTiles>& q,
-                                                                      float (&s)[CodeTile<D>::kProducts][kTiles][4]) {
+// Adds to the products of a tile what rounding the levels to fp16 has left out. Rare.
+template <int D, int kTiles> __device__ __forceinline__ void add_level_rests(
+    const unsigned char* shared, uint32_t lane_at, uint32_t lane4, const Queries<D, kTiles>& q,
+    float (&s)[CodeTile<D>::kProducts][kTiles][4]) {
   using Tile = CodeTile<D>;
   const uint32_t rest = table_rest(static_cast<int>(lane4) / 4 % tbq4::kLevels);
 #pragma unroll
@@ -64,22 +63,13 @@ template <int D, int kTiles> __device__ __forceinline__ void add_rest(const unsi
 #pragma unroll
     for (int i = 0; i < Tile::kSteps; ++i) {
       uint32_t a[4];
-      codes.operand(shared, lane4, i, a);
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        const auto left = Queries<D, kTiles>::rest_of(rests, n, block, i);
-        ptx::mma_16x8x16<Float16>(sum[n], a, left.value[0], left.value[1]);
-      }
-      if (!levels) continue;
       codes.rest(rest, i, a);
 #pragma unroll
       for (int n = 0; n < kTiles; ++n)
         ptx::mma_16x8x16<Float16>(sum[n], a, q.word[n][block][2 * i], q.word[n][block][2 * i + 1]);
     }
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) s[j][n][c] += sum[n][c];
+    for (int i = 0; i < kTiles * 4; ++i) s[j][i / 4][i % 4] += sum[i / 4][i % 4];
   }
 }
 

@@ -11,60 +11,71 @@ namespace flashq::cuda {
 
 inline constexpr int kCodeStages = 3;  // tiles of a warp's ring; more gain nothing
 
-// Tiles of a segment all of whose tokens all rows see: `count` of them, and `behind` others after them.
-struct alignas(8) ClearTiles { int behind, count; };
+// Tiles of a segment all of whose tokens all rows see: `count` of them, and `behind` others after them. The last tile
+// ends at `end`, and what offsets add to scores is there for tokens below `scored`.
+struct alignas(16) ClearTiles { int behind, count, end, scored; };
+
+struct SegmentRows {
+  Segment segment;
+  ItemRows item;
+};
+inline constexpr int kWaiting = 4;  // segments: with a tile each, the stream is this many minus two ahead at most
 
 // What a warp loads and what it computes: the first runs ahead. In shared memory, because the main loop is short of
 // registers.
-struct CodeSegments {
-  Segment loaded, segment;
-  ItemRows loaded_item, item;
-  float reach;  // of the queries of `item`: the largest length times the scale
-  bool more;    // there may be a segment behind the loaded one
-  ClearTiles clear;
+struct CodeSegments : SegmentRows {  // of what it computes
+  SegmentRows loaded, waiting[kWaiting];
+  int entered, begun;  // segments, by the stream and by the arithmetic; behind the last there is one that is not given
+  float reach;         // of the queries: the largest length times the scale
+  int left;            // tiles that the loaded segment had left when they were looked up last
+  ClearTiles range;
+  bool rests;         // what fp16 has left of the queries is there
+  int first_entry;    // of the table, whose offset is the first that scores are there for
+  uint32_t held[2];   // a bit for each group of 16 leading or recent tokens: the exact pool holds it
   bool complete;      // all tokens that some row sees have been there so far
-  uint32_t rows[32];  // of the planes, of groups of 16 tokens that are to be loaded; kNowhere: not there
-  int pages[32];      // of those groups, where there are offsets
+  uint32_t rows[36];  // of the planes, of groups of 16 tokens that are to be loaded, 32 of them; kNowhere: not there
 
   // A token that some row sees is not there: from now on every tile is looked at.
   __device__ __forceinline__ void lose() {
     complete = false;
-    clear.count = 0;
+    range.count = 0;
   }
 };
 inline constexpr uint32_t kNowhere = ~0u;
 
-// What offsets add to the scores of each row, of a token or of a group of 16 tokens on one page.
-template <int kTiles> inline constexpr int kOffsetBytes = 8 * kTiles * 4;
-inline constexpr int kOffsetGroups = 16;  // that are worked out at once
-
-// Of a buffer of a ring.
-template <int D, int kTiles> FLASHQ_HD constexpr int offset_bytes(bool whole_groups) {
-  return (whole_groups ? CodeTile<D>::kGroups : CodeTile<D>::kTokens) * kOffsetBytes<kTiles>;
+// All lanes of a warp copy what they can all read afterwards.
+template <class X> __device__ __forceinline__ void copy_words(X& to, const X& from) {
+  constexpr int kWords = sizeof(X) / 4;
+  static_assert(kWords <= 32 && sizeof(X) % 4 == 0);
+  const int lane = ptx::fresh_lane();
+  __syncwarp();
+  if (lane < kWords) reinterpret_cast<uint32_t*>(&to)[lane] = reinterpret_cast<const uint32_t*>(&from)[lane];
+  __syncwarp();
 }
 
-// `rows`: that an item has at most, of 8 * kTiles. offset_bytes: of a buffer; 0: there are no offsets.
-template <int D, int kTiles> SharedPlan lay_out_shared(int warps, int rows, int offset_bytes) {
-  using Tile = CodeTile<D>;
-  const int buffers = warps * kCodeStages;
+// What the offset of a page adds to the scores of each row.
+template <int kTiles> inline constexpr int kOffsetBytes = 8 * kTiles * 4;
+inline constexpr int kOffsetPages = 16;  // that are worked out at once
+
+// Of a warp's ring.
+template <int D> inline constexpr int kRingBytes = kCodeStages * CodeTile<D>::kSlotBytes;
+
+// `rows`: that an item has at most, of 8 * kTiles.
+template <int D, int kTiles> SharedPlan lay_out_shared(int warps, int rows, bool offsets) {
   SharedPlan at{};
-  at.norms = kPairTableBytes + buffers * 2 * Tile::kBytes;
-  at.offsets = at.norms + buffers * 2 * Tile::kNormBytes;
-  at.next_offsets = at.offsets + buffers * offset_bytes;
-  at.states = at.next_offsets + (offset_bytes > 0 ? warps * kOffsetGroups * kOffsetBytes<kTiles> : 0);
-  at.segments = at.states + (warps + 1) * rows * int{sizeof(SoftmaxState<Binary>)};
+  at.offsets = kPairTableBytes + warps * kRingBytes<D>;
+  at.states = at.offsets + (offsets ? warps * kOffsetPages * kOffsetBytes<kTiles> : 0);
+  at.segments =
+      round_up(at.states + (warps + 1) * rows * int{sizeof(SoftmaxState<Binary>)}, int{alignof(CodeSegments)});
   at.end = at.segments + warps * int{sizeof(CodeSegments)};
   return at;
 }
 
-// The unused halves of the table's rows, 32 KiB: the rests of queries (queries.cuh), a warp's after the other's.
-template <int D, int kTiles> __device__ __forceinline__ unsigned char* rests_of_warp(unsigned char* shared, int warp) {
+// The unused halves of the table's rows, 32 KiB: queries of warps on their way to registers, and then, where they are
+// needed, what fp16 has left of them (queries.cuh).
+template <int D, int kTiles> __device__ __forceinline__ unsigned char* queries_of_warp(unsigned char* shared,
+                                                                                       int warp) {
   return shared + warp * (8 * kTiles * D * 2 / 128) * 256 + 128;
-}
-// Where this lane's words 4 i .. 4 i + 3 stand there; `word` is 4 i.
-template <int D> __device__ __forceinline__ int rest_at(int word) {
-  const int at = word / 4 * 512 + ptx::fresh_lane() * 16;
-  return at / 128 * 256 + at % 128;
 }
 
 }  // namespace flashq::cuda

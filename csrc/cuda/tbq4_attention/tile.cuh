@@ -18,6 +18,7 @@ template <int D> struct CodeTile {
   static constexpr int kTokens = kBytes / kTokenBytes;  // 64, 32, 16
   static constexpr int kPerLane = kTokens / 8;
   static constexpr int kNormBytes = kTokens * kBlocks * 2;
+  static constexpr int kSlotBytes = 2 * kBytes + 2 * kNormBytes;  // a multiple of 128
   static constexpr int kProducts = D == 64 ? 4 : 2;  // of 16 rows: groups of tokens, or the blocks of 16 tokens
   static constexpr int kGroups = kTokens / 16;       // of 16 scores of a row
   static constexpr int kSteps = kWidth / 16;         // of 16 dims: products of a block

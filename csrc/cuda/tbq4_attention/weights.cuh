@@ -49,9 +49,10 @@ template <int D, int kTiles> struct TileWeights {
   uint32_t packed[Tile::kProducts][kTiles][2];  // by h, two rows each: not transposed yet
   float sum[kTiles][2];                         // of the powers
 
-  // Whether a base has to be raised. `clear`: no lane of the warp has a hidden token.
+  // Whether a base has to be raised. kHidden: some rows may not read some tokens.
+  template <bool kHidden>
   __device__ __forceinline__ bool compute(const Scores& x, const float (&factor)[kTiles][2],
-                                          const float (&norm)[kNorms], bool clear, uint32_t hidden,
+                                          const float (&norm)[kNorms], uint32_t hidden,
                                           const LaneStates<kTiles>& state) {
     float power[Tile::kGroups][kTiles][4];
 #pragma unroll
@@ -59,51 +60,37 @@ template <int D, int kTiles> struct TileWeights {
 #pragma unroll
       for (int n = 0; n < kTiles; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
+        for (int i = 0; i < 4; ++i) {
           power[j][n][i] = ptx::exp2_approx(fmaf(x[j][n][i], factor[n][i % 2], -state.base[n][i % 2]));
-    uint32_t shown = ~0u;  // weights may be NaN where their row does not read the token
-    if (!clear) [[unlikely]] {
-      shown = ~hidden;
+          if (kHidden && (hidden >> (((2 * j + i / 2) * kTiles + n) * 2 + i % 2) & 1)) power[j][n][i] = 0;
+        }
 #pragma unroll
-      for (int j = 0; j < Tile::kGroups; ++j)
+    for (int n = 0; n < kTiles; ++n)
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n)
+      for (int c = 0; c < 2; ++c) {
+        sum[n][c] = power[0][n][c];
 #pragma unroll
-          for (int i = 0; i < 4; ++i)
-            if (hidden >> (((2 * j + i / 2) * kTiles + n) * 2 + i % 2) & 1) power[j][n][i] = 0;
-    }
-    uint32_t top = 0;  // two halves
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) sum[n][0] = sum[n][1] = 0;
+        for (int i = 1; i < Tile::kGroups * 2; ++i) sum[n][c] += power[i / 2][n][i % 2 * 2 + c];
+      }
 #pragma unroll
     for (int j = 0; j < Tile::kGroups; ++j)
 #pragma unroll
       for (int n = 0; n < kTiles; ++n)
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float (&two)[4] = power[j][n];
-#pragma unroll
-          for (int c = 0; c < 2; ++c) sum[n][c] += two[2 * h + c];
+        for (int h = 0; h < 2; ++h)
 #pragma unroll
           for (int b = 0; b < Tile::kBlocks; ++b) {
             const float size = norm[(2 * j + h) * Tile::kBlocks + b];
             uint32_t& both = packed[Tile::kBlocks == 2 ? b : j][n][h];
-            both = ptx::pack<Float16>(two[2 * h] * size, two[2 * h + 1] * size);
+            both = ptx::pack<Float16>(power[j][n][2 * h] * size, power[j][n][2 * h + 1] * size);
+            if constexpr (kHidden) {  // weights may be NaN where their row does not read the token
+              const uint32_t bits = ~hidden >> ((2 * j + h) * kTiles + n) * 2;
+              both &= (bits & 1 ? 0xffffu : 0) | (bits & 2 ? 0xffff0000u : 0);
+            }
           }
-        }
-    if (!clear) [[unlikely]] {
+    uint32_t top = packed[0][0][0] & 0x7fff7fff;  // two halves
 #pragma unroll
-      for (int j = 0; j < Tile::kProducts; ++j)
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const uint32_t bits = shown >> (((Tile::kBlocks == 2 ? 0 : 2 * j) + h) * kTiles + n) * 2;
-            packed[j][n][h] &= (bits & 1 ? 0xffffu : 0) | (bits & 2 ? 0xffff0000u : 0);
-          }
-    }
-#pragma unroll
-    for (int i = 0; i < Tile::kProducts * kTiles * 2; ++i)
+    for (int i = 1; i < Tile::kProducts * kTiles * 2; ++i)
       top = ptx::max_halves(top, packed[i / 2 / kTiles][i / 2 % kTiles][i % 2] & 0x7fff7fff);
     bool raise = ((top + (0x7fff - kMostWeight) * 0x10001) & 0x80008000) != 0;
 #pragma unroll
