@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -74,6 +75,17 @@ def describe_gpu() -> Environment:
     }
 
 
+def shown_command(arguments: Sequence[str]) -> str:
+    """The command of a run, without --out: that names a folder of the machine, and changes no figure."""
+    words, shown = iter(arguments), []
+    for word in words:
+        if word == "--out":
+            next(words, None)
+        elif not word.startswith("--out="):
+            shown.append(word)
+    return "python -m benchmarks " + shlex.join(shown)
+
+
 def describe_environment() -> Environment:
     """Facts for the header. `dirty`: tracked files differ from the commit; None where git does not know.
 
@@ -83,7 +95,7 @@ def describe_environment() -> Environment:
     status = None if commit else _git("status", "--porcelain", "--untracked-files=no")
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": "python -m benchmarks " + shlex.join(sys.argv[1:]),
+        "command": shown_command(sys.argv[1:]),
         "flashq": flashq.__version__,
         "commit": commit or _git("rev-parse", "--short=12", "HEAD"),
         "dirty": None if status is None else bool(status),

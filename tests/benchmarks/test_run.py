@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import cpu, probes
 from benchmarks.__main__ import main
-from benchmarks.environment import describe_environment
+from benchmarks.environment import describe_environment, shown_command
 from benchmarks.measure import Case
 from flashq.cli import machine
 
@@ -91,6 +91,13 @@ def test_contenders_answer_the_same_question(case: Case) -> None:
         other = other.float().reshape(own.shape)  # one query: the axes of (B, Hq, 1, D) and (B, Hkv, G, D) are in order
         error = ((own - other).norm() / other.norm()).item()
         assert error < (0.2 if case.suite == "tbq4" else 0.01), name
+
+
+def test_the_command_is_recorded_without_its_folder() -> None:
+    expected = "python -m benchmarks cpu --only '^a|b' --seconds 1"
+    for out in ([], ["--out", "/tmp/a b"], ["--out=/tmp/a"]):
+        assert shown_command(["cpu", *out, "--only", "^a|b", "--seconds", "1"]) == expected
+    assert shown_command(["cpu", "--out"]) == "python -m benchmarks cpu"
 
 
 def test_a_copy_of_the_tree_is_named_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
