@@ -1,7 +1,7 @@
 // tbq4_attention for many rows on Hopper: warp-specialised and persistent like prefill_sm90.cu, whose schedule it has.
 //
-// Producer warps expand each tile of codes to fp16, once for the 128 rows of the CTA, in the layout that wgmma reads;
-// two consumer warpgroups own 64 rows each. Everything happens in the rotated domain: a small kernel ahead
+// A producer warpgroup expands each tile of codes to fp16, once for the 128 rows of the CTA, in the layout that wgmma
+// reads; two consumer warpgroups own 64 rows each. Everything happens in the rotated domain: a small kernel ahead
 // rotates the queries, and consumers rotate their results back.
 #include <bit>
 #include <cstdio>
@@ -157,10 +157,13 @@ Status tbq4_prefill(const AttentionTbq4Params& a, const Device& device, const La
   const bool offsets = a.kv.k_offsets != nullptr;
   const int64_t pack = pack_of(q);
   const ScoreRule rule(a.score);
+  // Of plain scores the factor is part of the norms, where their products stay far inside float32.
+  const bool plain = rule.plain && rule.factor > 0x1p-60f && rule.factor < 0x1p60f;
   auto* const plan = static_cast<sm90::Plan*>(a.scratch);
   const PrepareParams prepare{.query = q,
                               .factor = rule.factor,
                               .scale = a.score.scale,
+                              .row_factor = plain ? 1 : rule.factor,
                               .high = reinterpret_cast<uint16_t*>(at(scratch.high)),
                               .rest = reinterpret_cast<uint16_t*>(at(scratch.rest)),
                               .raw = offsets ? reinterpret_cast<uint16_t*>(at(scratch.raw)) : nullptr,
@@ -173,6 +176,7 @@ Status tbq4_prefill(const AttentionTbq4Params& a, const Device& device, const La
            .rule = rule,
            .page_size = Divisor(a.kv.page_size),
            .levels = split_levels(),
+           .norm_factor = plain ? rule.factor : 1,
            .rows = prepare.rows,
            .q_rest = prepare.rest,
            .partial_out = reinterpret_cast<float*>(at(scratch.partial_out)),
@@ -181,7 +185,7 @@ Status tbq4_prefill(const AttentionTbq4Params& a, const Device& device, const La
            .wide_exact = rows_fit_vectors(a.kv.exact.k, a.kv.exact.k_stride) &&
                          rows_fit_vectors(a.kv.exact.v, a.kv.exact.v_stride),
            .exact = a.kv.exact.k != nullptr && (a.kv.exact_first > 0 || a.kv.exact_last > 0),
-           .general = offsets || !rule.plain};
+           .general = !plain};
   const Schedule& s = p.schedule;
   if (!encode_queries(prepare.high, q, pack, p.q) || (offsets && !encode_queries(prepare.raw, q, pack, p.raw_q))) {
     Status status;

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from accuracy import check_tbq4
+from accuracy import assert_lse, check_tbq4, relative_l2
 from cases import DTYPES, SCALES, SINKS, call, case_id, encode_pages, lay_out, page_out, pairwise, randn
 from test_tbq4_attention import INDEX_DTYPES, build
 
-from flashq import reference
+from flashq import reference, tbq4
 
 pytestmark = pytest.mark.cuda
 
@@ -135,14 +135,38 @@ def test_poison_reaches_the_rows_that_see_it(head_dim: int, value: float) -> Non
         assert lse[:, :, :60].isfinite().all()
         assert lse[:, :, 60:].isfinite().all() == (plane == 3)
         assert out[:, 60:].isnan().all() if plane == 1 else not out[:, 60:].isfinite().any()
-        if plane == 1:
-            assert out[:, :60].isfinite().all()
+        assert out[:, :60].isfinite().all()
     q[0, 30, 2, 5] = value
     out, lse = call("tbq4_attention", q, *encode_pages(args).args(), device="cuda", out_dtype=torch.float32)
     assert out[0, 30, 2].isnan().all()
     out[0, 30, 2], lse[0, 2, 30] = 0, 0
     assert out.isfinite().all()
     assert lse.isfinite().all()
+
+
+@pytest.mark.contract(7)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("exact_last", [0, 40])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_poison_in_a_value_leaves_rows_that_mask_it_as_they_are(head_dim: int, exact_last: int, value: float) -> None:
+    """Of the queries of one tile some see the value, as a code or exactly. Of theirs, the other block has numbers."""
+    cache = page_out([randn(200, 1, head_dim).half()], [randn(200, 1, head_dim, seed=1).half()], 256)
+    planes = encode_pages(cache)
+    pool = [cache.k, cache.v, cache.block_table] if exact_last else [None] * 3
+    q = randn(1, 90, 4, head_dim, seed=3).half()  # query i sees keys 0 to 110 + i
+    args = [q, *planes.args(), None, None, None, None, *pool]
+    truth, true_lse = reference.tbq4_attention(*args, exact_last=exact_last, dtype=torch.float64)
+    page = planes.block_table[0, 0]
+    if exact_last:
+        cache.v[page, 170, 0, 5] = value
+    else:
+        planes.v_norms[page, 0, 170, 0] = value
+    out, lse = call("tbq4_attention", *args, device="cuda", exact_last=exact_last, out_dtype=torch.float32)
+    width = tbq4.block_width(head_dim)
+    assert not out[:, 60:, :, :width].isfinite().any()
+    out[:, 60:, :, :width] = truth[:, 60:, :, :width]
+    assert relative_l2(out, truth) <= 2e-3
+    assert_lse(lse, true_lse, 2e-3)
 
 
 @pytest.mark.contract(13)

@@ -52,41 +52,49 @@ template <class C> class Describer {
     }
   }
 
-  // The largest reach of the rows.
-  __device__ __forceinline__ float find_reach(const Tile& tile) const {
+  // Of all rows: the largest reach, and whether their scores are products times norms, but for page offsets.
+  struct Rows {
+    float reach;
+    bool plain;
+  };
+  __device__ __forceinline__ Rows examine_rows(const Tile& tile) const {
     uint32_t top = 0;
+    bool plain = !p_.general;
 #pragma unroll 1
     for (int i = lane_; i < C::kTileQ; i += 32) {
       const int row = tile.row + i, query = row >> p_.schedule.pack_log2;
       if (query >= tile.q_len) break;
       const int head = (tile.head << p_.schedule.pack_log2) + row - (query << p_.schedule.pack_log2);
+      const RowScale scale = p_.rows[row_of(p_, tile, query, head)];
       // Of nonnegative numbers the bits have the same order; NaN is above all.
-      top = max(top, bits_of(p_.rows[row_of(p_, tile, query, head)].reach) & 0x7fffffff);
+      top = max(top, bits_of(scale.reach) & 0x7fffffff);
+      plain &= scale.factors.scores == 1;
     }
     __syncwarp();
-    return float_of(__reduce_max_sync(~0u, top));
+    return {float_of(__reduce_max_sync(~0u, top)), __all_sync(~0u, plain) != 0};
   }
 
   // Which of this lane's keys are read as codes by some row, and which the pool has; by bit.
   struct LaneKeys { uint32_t there, held; };
   // `paged`: the lane's keys are on some page, and read as codes unless the pool has them.
   __device__ __forceinline__ LaneKeys find_keys(const Tile& tile, int n, bool paged) const {
-    LaneKeys found{0, 0};
-    const ExactKeys exact(p_, tile);
     const int first = n * C::kTileK + lane_ * kLaneKeys;
+    if (lane_ >= C::kTileK / kLaneKeys) return {0, 0};
+    const auto below = [&](int key) { return (1u << min(max(key - first, 0), kLaneKeys)) - 1; };
+    const uint32_t seen = below(kv_len_) & ~below(seen_);
+    LaneKeys found{paged ? seen : 0, 0};
+    if (!p_.exact) return found;
+    const ExactKeys exact(p_, tile);
     const int last_query = min((tile.row + C::kTileQ - 1) >> p_.schedule.pack_log2, tile.q_len - 1);
-    const bool near = p_.exact && ((n * C::kTileK < exact.lead_end) ||
-                                   (n + 1) * C::kTileK > exact.recent_begin(tile.row >> p_.schedule.pack_log2));
-    if (lane_ >= C::kTileK / kLaneKeys) return found;
+    if (n * C::kTileK >= exact.lead_end && (n + 1) * C::kTileK <= exact.recent_begin(tile.row >> p_.schedule.pack_log2))
+      return found;
 #pragma unroll
     for (int i = 0; i < kLaneKeys; ++i) {
       const int key = first + i;
-      bool there = paged && key >= tile.seen && key < tile.kv_len;
-      if (near && key >= tile.seen && key < tile.kv_len && p_.call.kv.exact.holds(tile.sequence, key)) {
-        found.held |= 1u << i;
-        if (key < exact.lead_end || key >= exact.recent_begin(last_query)) there = false;  // nobody reads its codes
-      }
-      if (there) found.there |= 1u << i;
+      if ((seen >> i & 1) == 0 || !p_.call.kv.exact.holds(tile.sequence, key)) continue;
+      found.held |= 1u << i;
+      // Nobody reads its codes.
+      if (key < exact.lead_end || key >= exact.recent_begin(last_query)) found.there &= ~(1u << i);
     }
     return found;
   }
@@ -102,20 +110,28 @@ template <class C> class Describer {
     return __reduce_or_sync(~0u, mine);
   }
   // What of a tile does not depend on norms.
-  __device__ __forceinline__ void write_keys(KeyTile<C::kTileK>& info, int first, uint32_t flags,
+  __device__ __forceinline__ void write_keys(KeyTile<C::kTileK>& info, int first, uint32_t flags, float most,
                                              const LaneKeys& keys) const {
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      const uint32_t there = flags & kIncomplete ? gather(keys.there, t) : ~0u,
-                     held = p_.exact ? gather(keys.held, t) : 0;
-      if (lane_ == 0) {
-        info.there[t] = there;
-        info.held[t] = held;
+    if (p_.exact || flags & kIncomplete) {
+#pragma unroll 1
+      for (int t = 0; t < 4; ++t) {
+        const uint32_t there = gather(keys.there, t), held = gather(keys.held, t);
+        if (lane_ == 0) {
+          info.there[t] = there;
+          info.held[t] = held;
+        }
       }
     }
-    if (lane_ == 0) {
-      info.first = first;
-      info.flags = flags;
+    if (lane_ == 0) info.facts = {flags, first, most};
+  }
+  __device__ __forceinline__ void write_poison(KeyTile<C::kTileK>& info, const uint32_t (&poison)[C::kBlocks]) const {
+#pragma unroll 1
+    for (int t = 0; t < 4; ++t) {
+#pragma unroll
+      for (int block = 0; block < C::kBlocks; ++block) {
+        const uint32_t columns = gather(poison[block], t);
+        if (lane_ == 0) info.poison[block][t] = columns;
+      }
     }
   }
   __device__ __forceinline__ void write_norms(float (&to)[4][KeyTile<C::kTileK>::kRow],
@@ -125,6 +141,20 @@ template <class C> class Describer {
     for (int i = 0; i < kLaneKeys; i += 2) {
       const int key = lane_ * kLaneKeys + i;
       store(&to[key % 8 / 2][key / 8 * 2], float2{norms[i], norms[i + 1]});
+    }
+  }
+  // This lane's norms of a tile as it lies in the cache; of head dim 256 factors of values take their place.
+  __device__ __forceinline__ void load_norms(const typename C::RawTile& raw, int key, Norms& norms) const {
+    const auto* const words = reinterpret_cast<const uint32_t*>(raw.norms[key]);
+#pragma unroll
+    for (int i = 0; i < kNormWords; ++i) norms[i] = words[i];
+  }
+  __device__ __forceinline__ void return_norms(typename C::RawTile& raw, int key, const Norms& norms) const {
+    if constexpr (C::kBlocks == 2) {
+      if (lane_ >= C::kTileK / kLaneKeys) return;
+      auto* const words = reinterpret_cast<uint32_t*>(raw.norms[key]);
+#pragma unroll
+      for (int i = 0; i < kNormWords; ++i) words[i] = norms[i];
     }
   }
   __device__ __forceinline__ void publish_info() {
@@ -163,11 +193,21 @@ template <class C> class Describer {
   }
 
   __device__ __forceinline__ void describe_tiles(const Tile& tile) {
-    const bool any_exact = ExactKeys(p_, tile).template tiles<C>(p_, tile).any();
-    const float reach = find_reach(tile);
+    seen_ = tile.seen;
+    kv_len_ = tile.kv_len;
+    const ExactKeys exact(p_, tile);
+    const bool any_exact = exact.template tiles<C>(p_, tile).any();
+    const Rows rows = examine_rows(tile);
+    // Keys in [clear_begin, clear_end) are read by all rows, and as codes.
+    const int last_query = (tile.row + C::kTileQ - 1) >> p_.schedule.pack_log2,
+              first_query = tile.row >> p_.schedule.pack_log2;
+    const int clear_begin = max(sm90::visible_keys(p_.schedule, tile, last_query).begin, exact.lead_end),
+              clear_end = min(sm90::visible_keys(p_.schedule, tile, first_query).end, exact.recent_begin(first_query));
     kv_head_ = tile.head / p_.schedule.packs_per_kv;
     for (int n = tile.end - 1; n >= tile.first; --n) {
-      describe(tile, n, reach, n == tile.first && !any_exact);
+      const int first = n * C::kTileK;
+      const bool clear = rows.plain && first >= clear_begin && first + C::kTileK <= clear_end;
+      describe(tile, n, rows.reach, (n == tile.first && !any_exact ? kLast : 0) | (clear ? 0 : kFinish));
       if (n == tile.end - 1) {
         load_queries(tile);
         __syncwarp();
@@ -178,8 +218,9 @@ template <class C> class Describer {
       shared_.info_empty[rings_.info().at()].wait(rings_.info().parity() ^ 1);
       auto& info = shared_.info[rings_.info().at()];
       const LaneKeys keys = find_keys(tile, n, false);
-      write_keys(info, n * C::kTileK, kExact | kCoarse | kRest | (last ? kLast : 0), keys);
-      if (lane_ < 8) info.v_top[lane_] = -24;
+      if (lane_ < 8) info.poison[lane_ / 4][lane_ % 4] = 0;  // expanders add to it
+      write_keys(info, n * C::kTileK, kExact | kCoarse | kRest | kFinish | (last ? kLast : 0), kMostWeight / kLeastNorm,
+                 keys);
       publish_info();
       if constexpr (C::kOffsets) {
 #pragma unroll 1
@@ -192,51 +233,46 @@ template <class C> class Describer {
   }
 
   // A tile of codes.
-  __device__ __forceinline__ void describe(const Tile& tile, int n, float reach, bool last) {
+  __device__ __forceinline__ void describe(const Tile& tile, int n, float reach, uint32_t flags) {
     shared_.raw_full[raw_ring_.at].wait(raw_ring_.parity);
     auto& raw = shared_.raw[raw_ring_.at];
     const int group = min(lane_ * kLaneKeys / 16, C::kGroups - 1), own = min(lane_ * kLaneKeys, C::kTileK - kLaneKeys);
     const LaneKeys keys = find_keys(tile, n, raw.page[group] >= 0);
-    Norms k_norms, v_norms;
-    const auto words_of = [&](auto& tile_of) { return reinterpret_cast<uint32_t*>(tile_of.norms[own]); };
-#pragma unroll
-    for (int i = 0; i < kNormWords; ++i) {
-      k_norms[i] = words_of(raw.k)[i];
-      v_norms[i] = words_of(raw.v)[i];
-    }
-    float k_factor[kLaneKeys], v_factor[kLaneKeys];
-    const float longest = finish_norms<C>(k_norms, keys.there, k_factor);
-    finish_norms<C>(v_norms, keys.there, v_factor);
-    if constexpr (C::kBlocks == 2) {
-      if (lane_ < C::kTileK / kLaneKeys) {
-#pragma unroll
-        for (int i = 0; i < kNormWords; ++i) {
-          words_of(raw.k)[i] = k_norms[i];
-          words_of(raw.v)[i] = v_norms[i];
-        }
-      }
-    }
-    const float largest = float_of(__reduce_max_sync(~0u, bits_of(longest))) * reach;
-    uint32_t flags = last ? kLast : 0;
-    if (!(largest <= C::kReachOfQuery)) flags |= kCoarse;
-    if (!(largest <= C::kReachOfKeys)) flags |= kRest;
-    if (raw.missing) flags |= kIncomplete;
-    bool poison = false;
-    float top = 0x1p-24f;
-#pragma unroll
-    for (int i = 0; i < kLaneKeys; ++i) {
-      poison |= isnan(v_factor[i]);
-      top = fmaxf(top, fabsf(v_factor[i]));
-    }
-    if (__any_sync(~0u, poison)) flags |= kPoison;
-    top = __log2f(float_of(__reduce_max_sync(~0u, bits_of(top))));
-
     shared_.info_empty[rings_.info().at()].wait(rings_.info().parity() ^ 1);
     auto& info = shared_.info[rings_.info().at()];
-    write_norms(info.k_norm, k_factor);
-    write_norms(info.v_norm, v_factor);
-    if (lane_ < 8) info.v_top[lane_] = top;
-    write_keys(info, n * C::kTileK, flags, keys);
+    float most;
+    {
+      Norms norms;
+      load_norms(raw.v, own, norms);
+      uint32_t poison[C::kBlocks] = {}, any = 0;
+      take_poison<C>(norms, keys.there, poison);
+#pragma unroll
+      for (const uint32_t x : poison) any |= x;
+      if (__any_sync(~0u, any != 0)) {
+        flags |= kPoison;
+        write_poison(info, poison);
+      }
+      float factor[kLaneKeys], top = kLeastNorm;
+      finish_norms<C>(norms, keys.there, 1, factor);
+#pragma unroll
+      for (const float x : factor) top = fmaxf(top, fabsf(x));
+      most = kMostWeight / float_of(__reduce_max_sync(~0u, bits_of(top)));
+      return_norms(raw.v, own, norms);
+      write_norms(info.v_norm, factor);
+    }
+    {
+      Norms norms;
+      load_norms(raw.k, own, norms);
+      float factor[kLaneKeys];
+      const float longest = finish_norms<C>(norms, keys.there, p_.norm_factor, factor);
+      const float largest = float_of(__reduce_max_sync(~0u, bits_of(longest))) * reach;
+      if (!(largest <= C::kReachOfQuery)) flags |= kCoarse;
+      if (!(largest <= C::kReachOfKeys)) flags |= kRest;
+      return_norms(raw.k, own, norms);
+      write_norms(info.k_norm, factor);
+    }
+    if (raw.missing) flags |= kIncomplete | kFinish;
+    write_keys(info, n * C::kTileK, flags, most, keys);
     publish_info();
     if constexpr (C::kOffsets) {
       acquire_keys();
@@ -258,7 +294,7 @@ template <class C> class Describer {
   typename C::Rings rings_;
   ptx::Ring<C::kRawStages> raw_ring_;
   TilePosition tiles_;
-  int kv_head_ = 0;
+  int kv_head_ = 0, seen_ = 0, kv_len_ = 0;  // of the tile of rows
 };
 
 }  // namespace flashq::cuda::tbq4_sm90

@@ -32,7 +32,22 @@ template <class C> class ExactRows {
   struct Row {
     HalfParts parts;  // this lane's eight values
     float unit;       // that the row is multiplied by
+    bool poison;      // of values: this lane's block is NaN, and 0 here
   };
+  __device__ __forceinline__ Row load_keys(int key, bool there) const {
+    return load_row<false>(p_.call.kv.exact.k, p_.call.kv.exact.k_stride, key, there);
+  }
+  __device__ __forceinline__ Row load_values(int key, bool there) const {
+    return load_row<true>(p_.call.kv.exact.v, p_.call.kv.exact.v_stride, key, there);
+  }
+
+  __device__ __forceinline__ void store_row(uint16_t (*tile)[C::kTileK][64], int key, const uint4& values) const {
+    const int chunk = ptx::fresh_thread() % kLanes;
+    store(reinterpret_cast<char*>(tile[chunk / 8][key]) + (chunk % 8 ^ key % 8) * 16, values);
+  }
+
+ private:
+  template <bool kValues>
   __device__ __forceinline__ Row load_row(const void* data, const int64_t (&stride)[3], int key, bool there) const {
     const KvView& pool = p_.call.kv.exact;
     float x[8] = {};
@@ -49,17 +64,20 @@ template <class C> class ExactRows {
         x[i] = half ? half_to_float(bits) : bfloat_to_float(bits);
       }
     }
+    bool poison = false;
+    if constexpr (kValues) {
+      float product = 0;  // of what is not finite: NaN
+#pragma unroll
+      for (const float y : x) product = fmaf(y, 0.f, product);
+      poison = reduce_lanes<C::kWidth / 8>(product, [](float a, float b) { return a + b; }) != 0;
+#pragma unroll
+      for (float& y : x) y = poison ? 0 : y;
+    }
     BlockLanes<C::kWidth>().template rotate<false>(x);
     const FloatUnit scaled(reduce_lanes<kLanes>(largest_of(x), larger));
-    return {split_halves(x, scaled.inverse), scaled.unit};
+    return {split_halves(x, scaled.inverse), scaled.unit, poison};
   }
 
-  __device__ __forceinline__ void store_row(uint16_t (*tile)[C::kTileK][64], int key, const uint4& values) const {
-    const int chunk = ptx::fresh_thread() % kLanes;
-    store(reinterpret_cast<char*>(tile[chunk / 8][key]) + (chunk % 8 ^ key % 8) * 16, values);
-  }
-
- private:
   const Params& p_;
   const Tile& tile_;
   int first_, warp_;

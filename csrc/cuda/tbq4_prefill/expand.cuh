@@ -58,57 +58,88 @@ __device__ __forceinline__ void store_chunk(uint32_t to, const uint32_t (&values
                : "memory");
 }
 
-// Where a lane writes the four chunks of its codes: at `row` ^ 16 i. `tile` is an address in shared memory.
-template <class C> __device__ __forceinline__ uint32_t chunks_of(uint32_t tile, int key, int quarter) {
-  return tile + quarter / 2 * (C::kTileK * 128) + key * 128 + ((quarter % 2 * 4) ^ (key % 8)) * 16;
-}
-// Of head dim 256 what a lane's values are multiplied by: fp16 twice.
-template <class C> __device__ __forceinline__ uint32_t factor_of(const typename C::RawTile& raw, int key, int quarter) {
-  return C::kBlocks == 2 ? raw.norms[key][quarter / 4 % C::kBlocks] * 0x10001u : 0;
-}
+// The units of a warp, number `first` and every kExpanders-th from there on. Addresses are a lane's, which do not
+// change, plus the tile's: with them worked out anew a unit takes a quarter more instructions.
+template <class C> class UnitExpander {
+  static constexpr int kMost = (C::kUnits + C::kExpanders - 1) / C::kExpanders;
+  using RawTile = typename C::RawTile;
 
-// Expands unit `unit` of `raw` into `tile`.
-template <class C> __device__ __forceinline__ void expand_unit(const LevelBytes& levels, const typename C::RawTile& raw,
-                                                               uint32_t tile, int unit, UnitPlace place) {
-  const int key = unit * C::kUnitKeys + place.key;
-  const uint4 codes = load<uint4>(&raw.codes[key][place.quarter * 16]);
-  const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
-  const uint32_t factor = factor_of<C>(raw, key, place.quarter), row = chunks_of<C>(tile, key, place.quarter);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    uint32_t values[4];
-    look_up_levels(levels, words[i], values);
-    if constexpr (C::kBlocks == 2) {
-#pragma unroll
-      for (uint32_t& pair : values) pair = multiply(pair, factor);
-    }
-    store_chunk(row ^ i * 16, values);
+ public:
+  __device__ __forceinline__ UnitExpander(const LevelBytes (&levels)[32], int first, int lane)
+      : levels_(levels[lane]), more_(first < C::kUnits - (kMost - 1) * C::kExpanders) {
+    const UnitPlace place = place_in_unit<C>(lane);
+    const int key = first * C::kUnitKeys + place.key, quarter = place.quarter;
+    from_ = key * (C::kDim / 2) + quarter * 16;
+    norm_ = (key * C::kBlocks + quarter / 4 % C::kBlocks) * 2;
+    static_assert(C::kExpanders * C::kUnitKeys % 8 == 0);  // all of a lane's keys have the same place in the swizzle
+    to_ = quarter / 2 * (C::kTileK * 128) + key * 128 + ((quarter % 2 * 4) ^ (key % 8)) * 16;
   }
-}
 
-// What rounding what expand_unit() makes has left. Rare.
-template <class C> __device__ __forceinline__ void expand_rest(const LevelBytes& levels, const typename C::RawTile& raw,
-                                                               uint32_t tile, int unit, UnitPlace place) {
-  const auto left = [](uint32_t code, uint32_t bits) {
-    return fmaf(kDeviceCentroids[1][static_cast<int>(code & 15)], 1 / kTableUnit,
-                -half_to_float(static_cast<uint16_t>(bits)));
-  };
-  const int key = unit * C::kUnitKeys + place.key;
-  const uint32_t factor = factor_of<C>(raw, key, place.quarter), row = chunks_of<C>(tile, key, place.quarter);
+  // The codes of the first unit, for expand().
+  __device__ __forceinline__ uint4 load_first(const RawTile& raw) const { return load_unit(raw, 0); }
+  // Expands all units into `tile`, an address in shared memory.
+  __device__ __forceinline__ void expand(const RawTile& raw, uint4 codes, uint32_t tile) const {
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      if (i == kMost - 1 && !more_) break;
+      const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w}, factor = factor_of(raw, i);
+      if (i + 1 < kMost && (i + 1 < kMost - 1 || more_)) codes = load_unit(raw, i + 1);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint32_t values[4];
+        look_up_levels(levels_, words[j], values);
+        if constexpr (C::kBlocks == 2) {
+#pragma unroll
+          for (uint32_t& pair : values) pair = multiply(pair, factor);
+        }
+        store_chunk(tile + (to_ ^ j * 16) + i * kTileStep, values);
+      }
+    }
+  }
+  // What rounding what expand() makes has left. Rare.
+  __device__ __forceinline__ void expand_rest(const RawTile& raw, uint32_t tile) const {
+    const auto left = [](uint32_t code, uint32_t bits) {
+      return fmaf(kDeviceCentroids[1][static_cast<int>(code & 15)], 1 / kTableUnit,
+                  -half_to_float(static_cast<uint16_t>(bits)));
+    };
 #pragma unroll 1
-  for (int i = 0; i < 4; ++i) {
-    const auto codes = load<uint32_t>(&raw.codes[key][place.quarter * 16 + i * 4]);
-    uint32_t values[4];
-    look_up_levels(levels, codes, values);
+    for (int i = 0; i < kMost - !more_; ++i) {
+      const uint32_t factor = factor_of(raw, i);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const uint32_t pair = values[j];
-      values[j] = ptx::pack<Float16>(left(codes >> (8 * j), pair), left(codes >> (8 * j + 4), pair >> 16));
-      if constexpr (C::kBlocks == 2)
-        values[j] = fuse(values[j], factor, fuse(pair, factor, multiply(pair, factor) ^ 0x80008000));
+      for (int j = 0; j < 4; ++j) {
+        const auto codes = load<uint32_t>(&raw.codes[0][0] + from_ + i * kCodesStep + j * 4);
+        uint32_t values[4];
+        look_up_levels(levels_, codes, values);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const uint32_t pair = values[k];
+          values[k] = ptx::pack<Float16>(left(codes >> (8 * k), pair), left(codes >> (8 * k + 4), pair >> 16));
+          if constexpr (C::kBlocks == 2)
+            values[k] = fuse(values[k], factor, fuse(pair, factor, multiply(pair, factor) ^ 0x80008000));
+        }
+        store_chunk(tile + (to_ ^ j * 16) + i * kTileStep, values);
+      }
     }
-    store_chunk(row ^ i * 16, values);
   }
-}
+
+ private:
+  static constexpr int kCodesStep = C::kExpanders * 512, kTileStep = C::kExpanders * C::kUnitKeys * 128;
+
+  __device__ __forceinline__ uint4 load_unit(const RawTile& raw, int i) const {
+    return load<uint4>(&raw.codes[0][0] + from_ + i * kCodesStep);
+  }
+  // Of head dim 256 what a lane's values of its unit i are multiplied by: fp16 twice.
+  __device__ __forceinline__ uint32_t factor_of(const RawTile& raw, int i) const {
+    if constexpr (C::kBlocks == 1) return 0;
+    return *reinterpret_cast<const uint16_t*>(reinterpret_cast<const char*>(raw.norms) + norm_ +
+                                              i * (C::kExpanders * C::kUnitKeys * C::kBlocks * 2)) *
+           0x10001u;
+  }
+
+  LevelBytes levels_;
+  bool more_;        // whether there is a last unit
+  int from_, norm_;  // of a lane, in bytes
+  uint32_t to_;      // where the first of its four chunks goes: chunk j to that ^ 16 j
+};
 
 }  // namespace flashq::cuda::tbq4_sm90

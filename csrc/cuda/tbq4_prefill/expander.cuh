@@ -12,18 +12,19 @@ template <class C> class Expander {
   __device__ __forceinline__ Expander(const Params& p, typename C::SharedMemory& shared)
       : p_(p),
         shared_(shared),
-        warp_(__shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32 - (C::kProducers - C::kExpanders), 0)),
-        levels_(p.levels),
-        place_(place_in_unit<C>(ptx::fresh_lane())) {
-    for (int i = 0; i < 2; ++i) asm volatile("" : "+r"(levels_.low[i]), "+r"(levels_.high[i]));  // in registers
-  }
+        warp_(__shfl_sync(~0u, (static_cast<int>(threadIdx.x) / 32 + 2) % C::kExpanders, 0)),
+        units_(shared.levels, warp_, static_cast<int>(threadIdx.x) % 32) {}
 
   __device__ __forceinline__ void run() {
     while (true) {
       shared_.tile_full[tiles_.at()].wait(tiles_.parity());
       const Tile& tile = shared_.tile[tiles_.at()];
       if (tile.row == sm90::kNoTile) return;
-      for (int n = tile.end - 1; n >= tile.first; --n) produce();
+      for (int n = tile.end - 1; n >= tile.first; --n) {
+        produce_keys();
+        if (n < tile.end - 1) produce_values(2);  // a tile later, as they are read
+      }
+      if (tile.first < tile.end) produce_values(1);
       if (p_.exact && tile.first < tile.end) produce_exact_tiles(tile);
       __syncwarp();
       if (ptx::fresh_lane() == 0) shared_.tile_empty[tiles_.at()].arrive();
@@ -53,38 +54,32 @@ template <class C> class Expander {
     rings_.advance_k();
   }
 
-  // function(unit) for this warp's units of a tile.
-  __device__ __forceinline__ void for_each_unit(int first, const auto& function) const {
-#pragma unroll 1
-    for (int unit = first; unit < C::kUnits; unit += C::kExpanders) function(unit);
-  }
-  __device__ __forceinline__ void expand(const typename C::RawTile& raw, const void* buffer, int first) const {
-    const uint32_t tile = ptx::shared_address(buffer);
-    for_each_unit(first, [&](int unit) { expand_unit<C>(levels_, raw, tile, unit, place_); });
-  }
-
-  // A tile of codes.
-  __device__ __forceinline__ void produce() {
-    const uint32_t flags = shared_.info[await_info()].flags;
-    shared_.raw_full[raw_ring_.at].wait(raw_ring_.parity);
-    const auto& raw = shared_.raw[raw_ring_.at];
+  // K of a tile of codes.
+  __device__ __forceinline__ void produce_keys() {
+    const uint32_t flags = shared_.info[await_info()].facts.flags;
+    const RingPosition<C::kRawStages> place{tiles_loaded_++};
+    shared_.raw_full[place.at()].wait(place.parity());
+    const auto& raw = shared_.raw[place.at()];
+    const uint4 codes = units_.load_first(raw.k);
     acquire(shared_.k_empty, rings_.k());
     if (flags & kRest) {
-      const uint32_t tile = ptx::shared_address(shared_.k[rings_.k().at()]);
-      for_each_unit(warp_, [&](int unit) { expand_rest<C>(levels_, raw.k, tile, unit, place_); });
+      units_.expand_rest(raw.k, ptx::shared_address(shared_.k[rings_.k().at()]));
       publish_keys();
       acquire(shared_.k_empty, rings_.k());
     }
-    expand(raw.k, shared_.k[rings_.k().at()], warp_);
+    units_.expand(raw.k, codes, ptx::shared_address(shared_.k[rings_.k().at()]));
     publish_keys();
-
-    const auto values = rings_.v(1);
+  }
+  // V of the tile `before` the next one.
+  __device__ __forceinline__ void produce_values(uint32_t before) {
+    const auto values = rings_.v(before);
+    const RingPosition<C::kRawStages> place{tiles_loaded_ - before};
+    const auto& raw = shared_.raw[place.at()].v;
+    const uint4 codes = units_.load_first(raw);
     acquire(shared_.v_empty, values);
-    constexpr int kStart = C::kUnits % C::kExpanders;  // where K ended, so that warps have as many
-    expand(raw.v, shared_.v[values.at()], warp_ < kStart ? warp_ + C::kExpanders - kStart : warp_ - kStart);
+    units_.expand(raw, codes, ptx::shared_address(shared_.v[values.at()]));
     publish(shared_.v_full[values.at()]);
-    if (ptx::fresh_lane() == 0) shared_.raw_empty[raw_ring_.at].arrive();
-    raw_ring_.advance();
+    if (ptx::fresh_lane() == 0) shared_.raw_empty[place.at()].arrive();
   }
 
   // Tiles of keys of the exact pool: what fp16 holds of the rotated rows, and of keys, in a buffer ahead, the rest.
@@ -93,31 +88,37 @@ template <class C> class Expander {
       const ExactRows<C> rows(p_, tile, n, warp_);
       const int at = await_info();
       acquire(shared_.k_empty, rings_.k());
-      float top = 0x1p-24f;
+      float top = kLeastNorm;
       rows.for_each([&](int key, bool there) {
-        const auto row = rows.load_row(p_.call.kv.exact.k, p_.call.kv.exact.k_stride, key, there);
+        auto& info = shared_.info[at];
+        const int t = key % 8 / 2, column = key / 8 * 2 + key % 2;
+        const auto leads = [] { return ptx::fresh_lane() % ExactRows<C>::kLanes == 0; };
+        const auto row = rows.load_keys(key, there);
         rows.store_row(shared_.k[rings_.k().at()], key, row.parts.rest);
-        const float v_unit = rows.load_row(p_.call.kv.exact.v, p_.call.kv.exact.v_stride, key, there).unit;
-        top = fmaxf(top, v_unit);
-        if (ptx::fresh_lane() % ExactRows<C>::kLanes == 0) {
-          shared_.info[at].k_norm[key % 8 / 2][key / 8 * 2 + key % 2] = row.unit;
-          shared_.info[at].v_norm[key % 8 / 2][key / 8 * 2 + key % 2] = v_unit;
+        if (leads()) info.k_norm[t][column] = row.unit * p_.norm_factor;
+        const auto value = rows.load_values(key, there);
+        top = fmaxf(top, value.unit);
+        if (leads()) info.v_norm[t][column] = value.unit;
+        if (value.poison) {
+          const int block = C::kBlocks == 1 ? 0 : ptx::fresh_lane() / (C::kWidth / 8);
+          atomicOr(&info.poison[block][t], 1u << column);
+          atomicOr(&info.facts.flags, kPoison);
         }
       });
-      top = __log2f(float_of(__reduce_max_sync(~0u, bits_of(top))));
-      if (ptx::fresh_lane() == 0) shared_.info[at].v_top[warp_] = top;
+      top = float_of(__reduce_max_sync(~0u, bits_of(top)));
+      // Of positive numbers the bits have the same order.
+      if (ptx::fresh_lane() == 0)
+        atomicMin(reinterpret_cast<uint32_t*>(&shared_.info[at].facts.most), bits_of(kMostWeight / top));
       publish_keys();
       acquire(shared_.k_empty, rings_.k());
       rows.for_each([&](int key, bool there) {
-        rows.store_row(shared_.k[rings_.k().at()], key,
-                       rows.load_row(p_.call.kv.exact.k, p_.call.kv.exact.k_stride, key, there).parts.high);
+        rows.store_row(shared_.k[rings_.k().at()], key, rows.load_keys(key, there).parts.high);
       });
       publish_keys();
       const auto values = rings_.v(1);
       acquire(shared_.v_empty, values);
       rows.for_each([&](int key, bool there) {
-        rows.store_row(shared_.v[values.at()], key,
-                       rows.load_row(p_.call.kv.exact.v, p_.call.kv.exact.v_stride, key, there).parts.high);
+        rows.store_row(shared_.v[values.at()], key, rows.load_values(key, there).parts.high);
       });
       publish(shared_.v_full[values.at()]);
     });
@@ -125,11 +126,11 @@ template <class C> class Expander {
 
   const Params& p_;
   typename C::SharedMemory& shared_;
+  // Those that have a multiprocessor's quarter with a warp that does not expand come first: they get more units.
   const int warp_;
-  LevelBytes levels_;
-  const UnitPlace place_;
+  const UnitExpander<C> units_;
   typename C::Rings rings_;
-  ptx::Ring<C::kRawStages> raw_ring_;
+  uint32_t tiles_loaded_ = 0;  // whose K is expanded
   TilePosition tiles_;
 };
 

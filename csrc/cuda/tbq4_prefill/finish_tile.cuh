@@ -64,7 +64,7 @@ __device__ __forceinline__ void rotate_back(float (&o)[kDim / 2]) {
 // By a consumer warpgroup, its rows from `row0` on. found_all: all keys that some row sees were there.
 template <class C>
 __device__ __forceinline__ void finish_tile(const Params& p, const Tile& tile, int row0, bool found_all,
-                                            float (&o)[C::kDim / 2], RowState& rows) {
+                                            float (&o)[C::kDim / 2], const RowState& rows) {
   rotate_back<C::kDim>(o);
   const int thread = ptx::fresh_thread(), pack_log2 = p.schedule.pack_log2;
 #pragma unroll

@@ -23,8 +23,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) prefill_kernel(const __grid_co
     shared.init_barriers();
     ptx::publish_barriers();
   }
-  if (threadIdx.x < sizeof shared.zeros / 16) store(reinterpret_cast<uint4*>(shared.zeros) + threadIdx.x, uint4{});
-  ptx::fence_async_proxy();
+  if (threadIdx.x < C::kTileK / 4) shared.ones[threadIdx.x] = 1;
+  if (threadIdx.x < 32) shared.levels[threadIdx.x] = p.levels;
   __syncthreads();
   ptx::wait_for_primary();
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);

@@ -72,12 +72,15 @@ template <class C> class Loader {
       constexpr int kCodeBytes = 16 * C::kDim / 2, kNormBytes = 16 * 2 * C::kBlocks;
       if (lane_ == 0) full.arrive_expecting(__popc(there) * 2 * (kCodeBytes + kNormBytes));
       __syncwarp();
-      if (found) {
-        const int key = lane_ * 16;
-        ptx::bulk_load(raw.k.codes[key], kv.k_codes + row * (C::kDim / 2), kCodeBytes, full);
-        ptx::bulk_load(raw.k.norms[key], kv.k_norms + row * C::kBlocks, kNormBytes, full);
-        ptx::bulk_load(raw.v.norms[key], kv.v_norms + row * C::kBlocks, kNormBytes, full);
-        ptx::bulk_load(raw.v.codes[key], kv.v_codes + row * (C::kDim / 2), kCodeBytes, full);
+      // Groups that are neighbours on a page are copied together, by the first of them.
+      const bool leads = found && (slot == 0 || (there << 1 >> lane_ & 1) == 0);
+      const uint32_t ends = (__ballot_sync(~0u, leads) | ~there) >> lane_ >> 1;
+      if (leads) {
+        const int key = lane_ * 16, groups = __ffs(static_cast<int>(ends));
+        ptx::bulk_load(raw.k.codes[key], kv.k_codes + row * (C::kDim / 2), groups * kCodeBytes, full);
+        ptx::bulk_load(raw.k.norms[key], kv.k_norms + row * C::kBlocks, groups * kNormBytes, full);
+        ptx::bulk_load(raw.v.norms[key], kv.v_norms + row * C::kBlocks, groups * kNormBytes, full);
+        ptx::bulk_load(raw.v.codes[key], kv.v_codes + row * (C::kDim / 2), groups * kCodeBytes, full);
       }
       __syncwarp();
       ring_.advance();

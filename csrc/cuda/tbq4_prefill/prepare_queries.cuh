@@ -11,6 +11,7 @@ namespace flashq::cuda::tbq4_sm90 {
 struct PrepareParams {
   QueryView query;
   float factor, scale;          // of ScoreRule, of the call
+  float row_factor;             // of scores, beside the norms'
   uint16_t *high, *rest, *raw;  // (token, head, column); raw null: not wanted
   RowScale* rows;
   bool wide;
@@ -76,7 +77,9 @@ __global__ void __launch_bounds__(128) prepare_queries(const __grid_constant__ P
     if (real) store(p.raw + to, split_halves(x, raw.inverse).high);
   }
   lanes.template rotate<false>(x);
-  const FloatUnit scaled(reduce_lanes<kLanes>(largest_of(x), larger));
+  // Most rows are as they are, so that consumers need not multiply by a factor of each.
+  FloatUnit scaled(reduce_lanes<kLanes>(largest_of(x), larger));
+  if (scaled.unit >= 0x1p-15f && scaled.unit <= 0x1p3f) scaled.unit = scaled.inverse = 1;
   if (real) {
     const HalfParts parts = split_halves(x, scaled.inverse);
     store(p.high + to, parts.high);
@@ -87,7 +90,7 @@ __global__ void __launch_bounds__(128) prepare_queries(const __grid_constant__ P
   for (float y : x) squares = fmaf(y * scaled.inverse, y * scaled.inverse, squares);
   squares = reduce_lanes<kLanes>(squares, [](float a, float b) { return a + b; });
   if (real && lane == 0)
-    p.rows[row] = {{scaled.unit * p.factor, raw_unit * p.factor}, sqrtf(squares) * (scaled.unit * fabsf(p.scale))};
+    p.rows[row] = {{scaled.unit * p.row_factor, raw_unit * p.factor}, sqrtf(squares) * (scaled.unit * fabsf(p.scale))};
 }
 
 }  // namespace flashq::cuda::tbq4_sm90

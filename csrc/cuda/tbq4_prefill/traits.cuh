@@ -13,41 +13,42 @@ using sm90::Tile;
 
 // Of a query row (token, head) as prepare_queries.cuh leaves it.
 struct RowFactors {
-  float scores;   // from products of q's fp16 part to scores in base 2 (before
-                  // the cap), without norms
-  float offsets;  // the same for the raw query
+  float scores;   // what products of q's fp16 part and keys, times Params::norm_factor, are multiplied by besides
+  float offsets;  // from products of the raw query to scores in base 2 (before the cap)
 };
 struct RowScale {
   RowFactors factors;
   float reach;  // length(q) * scale
 };
 
-inline constexpr int kTileRows = 128;  // query rows of a CTA at a time
+inline constexpr float kMostWeight = 1 << 15;  // times its norm, in fp16
+inline constexpr float kLeastNorm = 0x1p-24f;  // shorter values count as that long
+inline constexpr int kTileRows = 128;          // query rows of a CTA at a time
 
 // Flags of a tile of keys.
 inline constexpr uint32_t kLast = 1;         // of the tile of rows
 inline constexpr uint32_t kExact = 2;        // of the exact pool
 inline constexpr uint32_t kCoarse = 4;       // the query's fp16 part is not enough: add the rest of it
 inline constexpr uint32_t kRest = 8;         // the K buffer holds what fp16 left of the keys, the next one the keys
-inline constexpr uint32_t kPoison = 32;      // the norm of some value is NaN
+inline constexpr uint32_t kPoison = 32;      // some value is NaN
 inline constexpr uint32_t kIncomplete = 16;  // some of the keys are on no page
+inline constexpr uint32_t kFinish = 64;      // of some row, scores are more than products, norms and page offsets
 
 // What is known of the tile in a K buffer. A thread's columns 8 j + 2 t + e are neighbours here, at 2 j + e of row t,
 // rows are padded against bank conflicts.
 template <int kTileK> struct alignas(16) KeyTile {
   static constexpr int kRow = (kTileK / 16 | 1) * 4;
   float k_norm[4][kRow], v_norm[4][kRow];
-  float v_top[8];     // log2 of the largest v_norm, in parts
-  uint32_t there[4];  // by t: bit 2 j + e, the key is on a page, and read as codes by some row
+  // By t, bit 2 j + e; written where keys are missing or the exact pool may have some.
+  uint32_t there[4];  // the key is on a page, and read as codes by some row
   uint32_t held[4];   // the exact pool has the key
-  int first;          // its first key
-  uint32_t flags;
-};
-
-// What a consumer warp knows of its rows' keys: those that all of them read as codes, and whether some are on no page.
-struct WarpKeys {
-  Keys clear;
-  bool missing;
+  // As those, by block; written of tiles with kPoison. The buffer of V holds zeros there: 0 times NaN is NaN.
+  uint32_t poison[2][4];
+  struct alignas(16) Facts {
+    uint32_t flags;
+    int first;   // its first key
+    float most;  // of weights before norms, so that fp16 holds their products with the largest v_norm
+  } facts;
 };
 
 // A position in a ring of kSize buffers, a power of two.
@@ -87,7 +88,7 @@ class TilePosition {
 };
 
 // The eight negative levels in fp16, from the lowest on, low and high bytes apart: what PRMT looks up.
-struct LevelBytes { uint32_t low[2], high[2]; };
+struct alignas(16) LevelBytes { uint32_t low[2], high[2]; };
 
 template <int kDim_, bool kOffsets_> struct Traits {
   static constexpr int kDim = kDim_;
@@ -100,11 +101,11 @@ template <int kDim_, bool kOffsets_> struct Traits {
   static constexpr int kThreads = 32 * kProducers + 128 * kConsumers;
   static_assert(kTileQ == kTileRows);
   // Keys: what fits shared memory, and the registers of consumers.
-  static constexpr int kTileK = kDim == 64 ? 128 : kDim == 128 ? 112 : kOffsets ? 32 : 48;
+  static constexpr int kTileK = kDim == 64 ? 128 : kDim == 128 ? (kOffsets ? 96 : 112) : 32;
   static constexpr int kGroups = kTileK / 16;  // of 16 keys, which lie on one page
   static constexpr int kBoxes = kDim / 64;
   static constexpr int kStages = 2, kVStages = 2, kInfoStages = 4;
-  static constexpr int kRawStages = kOffsets ? 2 : 3;
+  static constexpr int kRawStages = kDim == 256 && kOffsets ? 2 : 4;
   static constexpr int kTileSlots = 2;
   static constexpr int kProducerRegisters = 64, kConsumerRegisters = 192;
 
@@ -139,7 +140,6 @@ template <int kDim_, bool kOffsets_> struct Traits {
     alignas(1024) Box v[kVStages][kBoxes][kTileK];
     alignas(1024) Box raw_q[kOffsets ? kConsumers : 0][kBoxes][kRows];
     alignas(1024) Box offsets[kOffsets ? kStages : 0][kBoxes][8];  // of the pages of groups of 16 keys
-    alignas(1024) Box zeros[8];
     RawTiles raw[kRawStages];
     KeyTile<kTileK> info[kInfoStages];
     ptx::Barrier q_full[kConsumers], q_empty[kConsumers];
@@ -147,8 +147,13 @@ template <int kDim_, bool kOffsets_> struct Traits {
     ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kVStages], v_empty[kVStages];
     ptx::Barrier tile_full[kTileSlots], tile_empty[kTileSlots];
     Tile tile[kTileSlots];
+    alignas(16) float ones[kTileK / 4];
+    // One for each lane, to have them in its registers: PRMT takes one uniform register, others would be copied first.
+    LevelBytes levels[32];
+    float2 sums[128 * kConsumers];     // by thread of consumers
+    uint8_t poison[128 * kConsumers];  // the same
     RowFactors row_factors[kTileQ];
-    WarpKeys warp_keys[4 * kConsumers];  // of consumers
+    bool missing[4 * kConsumers];  // by warp of consumers: some row sees a key that is on no page
 
     __device__ void init_barriers() {
       for (int i = 0; i < kConsumers; ++i) {
@@ -192,13 +197,14 @@ struct Params {
   ScoreRule rule;
   Divisor page_size;
   LevelBytes levels;
+  float norm_factor;                 // part of the keys' norms: from products to scores in base 2
   const RowScale* rows;              // (token, head)
   const uint16_t* q_rest;            // (token, head, column): what fp16 left of the rotated query
   float *partial_out, *partial_lse;  // of splits: (split, token, head, column)
                                      // and without the column
   bool wide_offsets, wide_exact;     // 16-byte loads reach them
   bool exact;                        // some keys may be read from the exact pool
-  bool general;                      // a score is more than a product times a positive factor
+  bool general;                      // a score is more than a product times a moderate positive factor
 };
 
 // A query's number in the order of the scratch.
@@ -237,7 +243,9 @@ struct ExactKeys {
   template <class C> __device__ __forceinline__ ExactTiles tiles(const Params& p, const Tile& tile) const {
     ExactTiles tiles{tile.first, tile.first, tile.end, tile.end};
     if (!p.exact) return tiles;
-    if (lead_end > tile.seen) tiles.lead = max(min(tile.end, (lead_end + C::kTileK - 1) / C::kTileK), tile.first);
+    int lead = lead_end > tile.seen ? lead_end + C::kTileK - 1 : 0;
+    asm("" : "+r"(lead));  // else ptxas predicates the division and keeps what its result was before, in registers
+    tiles.lead = max(min(tile.end, lead / C::kTileK), tile.first);
     const int recent = max(recent_begin(tile.row >> p.schedule.pack_log2), 0) / C::kTileK;
     tiles.recent = max(min(recent, tile.end), tiles.lead);
     return tiles;
