@@ -8,10 +8,10 @@
 #include <cmath>
 #include <string_view>
 
-#include "cuda/launch_overlapped.h"
+#include "cuda/overlapping_launch.h"
 #include "cuda/prefill_sm90.h"
-#include "cuda/prefill_sm90/combine.cuh"
 #include "cuda/prefill_sm90/launch.h"
+#include "cuda/prefill_sm90/merge_splits.cuh"
 #include "cuda/prefill_sm90/plan.cuh"
 #include "cuda/sequences.cuh"
 
@@ -73,14 +73,10 @@ void launch_plan(const Attention16Params& p, const Schedule& s, int tile_q, cons
   plan_prefill<<<1, kPlanThreads, 0, static_cast<cudaStream_t>(launch.stream)>>>(p, s.pack_log2, s.head_packs, tile_q);
 }
 
-void launch_combine(const Attention16Params& p, const Params& params, const Launch& launch) {
-  const QueryView& q = p.query;
-  const auto blocks = static_cast<unsigned>(ceil_div(q.total_tokens * q.q_heads, kCombineWarps));
-  const auto kernel = q.dtype == Dtype::kBfloat16 ? combine_splits<Bfloat16> : combine_splits<Float16>;
-  launch_overlapped<QueryView, const float*, const float*, int>(kernel, blocks, 32 * kCombineWarps, 0,
-                                                                static_cast<cudaStream_t>(launch.stream), q,
-                                                                params.partial_out, params.partial_lse,
-                                                                params.schedule.splits);
+void launch_merge(const QueryView& q, const float* outs, const float* lses, int splits, const Device& device,
+                  const Launch& launch) {
+  const dim3 blocks(static_cast<unsigned>(ceil_div(q.total_tokens * q.q_heads, kMergeWarps)));
+  launch_overlapping(merge_splits, blocks, 32 * kMergeWarps, 0, device, launch, q, outs, lses, splits);
 }
 
 }  // namespace sm90

@@ -5,11 +5,8 @@
 
 namespace flashq::cuda {
 
-// From so many tokens on it is faster than the kernel for steps.
-inline constexpr int64_t kLeastTurnTokens = 512;
-
-// p.q into p.q_out, and nothing else; all rows can be read and turn in vectors of 16 bytes. launch_status() tells how
-// it went.
+// p.q, of many tokens, into p.q_out, and nothing else; all rows can be read and turn in vectors of 16 bytes.
+// launch_status() tells how it went.
 void launch_turn(const Tbq4RopeAppendParams& p, const Device& device, const Launch& launch);
 
 }  // namespace flashq::cuda

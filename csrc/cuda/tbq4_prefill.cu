@@ -3,16 +3,12 @@
 // A producer warpgroup expands each tile of codes to fp16, once for the 128 rows of the CTA, in the layout that wgmma
 // reads; two consumer warpgroups own 64 rows each. Everything happens in the rotated domain: a small kernel ahead
 // rotates the queries, and consumers rotate their results back.
-#include <bit>
-#include <cstdio>
 #include <string_view>
 
-#include "cuda/launch_overlapped.h"
 #include "cuda/prefill_sm90/launch.h"
 #include "cuda/prefill_sm90/plan.cuh"
 #include "cuda/ptx/tensor_map.h"
 #include "cuda/tbq4_prefill/launch.h"
-#include "cuda/tbq4_prefill/merge_splits.cuh"
 #include "cuda/tbq4_prefill/prepare_queries.cuh"
 
 namespace flashq::cuda {
@@ -26,7 +22,6 @@ using sm90::pack_of;
 constexpr bool kBuilt = std::string_view(FLASHQ_CUDA_ARCHS).find("9.0a") != std::string_view::npos;
 
 constexpr int64_t kMostPartialBytes = 32 << 20;  // of the partial results of splits
-constexpr int kL2Section = 32 << 20;             // bytes of codes that CTAs at work at the same time share
 
 int64_t query_tokens(const QueryView& q) { return q.cu_seqlens_q.given() ? q.total_tokens : q.q_len; }
 
@@ -61,25 +56,10 @@ struct ScratchPlan {
 };
 
 Schedule make_schedule(const AttentionTbq4Params& a, sm90::Plan* plan) {
-  const QueryView& q = a.query;
-  const bool packed = q.cu_seqlens_q.given();
-  const int64_t pack = pack_of(q);
-  const auto limit = [](int64_t window) {
-    return static_cast<int>(window < 0 ? sm90::kWide : min_of<int64_t>(window, sm90::kWide));
-  };
-  Schedule s{};
+  const int64_t key_bytes = a.query.head_dim + 4 * tbq4::blocks_per_row(a.query.head_dim);
+  Schedule s = sm90::make_schedule(a, static_cast<int>(count_splits(a)), key_bytes);
   s.drawn = &plan->drawn;
   s.plan = plan;
-  s.batch = static_cast<int>(packed ? 1 : q.batch);
-  s.q_len = static_cast<int>(packed ? q.total_tokens : q.q_len);
-  s.splits = static_cast<int>(count_splits(a));
-  s.pack_log2 = std::countr_zero(static_cast<uint64_t>(pack));
-  s.head_packs = static_cast<int>(q.q_heads / pack);
-  s.packs_per_kv = static_cast<int>(q.q_heads / q.kv_heads / pack);
-  s.window_left = limit(a.score.window_left);
-  s.window_right = a.score.causal ? 0 : limit(a.score.window_right);
-  s.descending = s.window_right != sm90::kWide && s.window_left == sm90::kWide;
-  s.l2_keys = static_cast<int>(kL2Section / (q.head_dim + 4 * tbq4::blocks_per_row(q.head_dim)));
   return s;
 }
 
@@ -187,12 +167,8 @@ Status tbq4_prefill(const AttentionTbq4Params& a, const Device& device, const La
            .exact = a.kv.exact.k != nullptr && (a.kv.exact_first > 0 || a.kv.exact_last > 0),
            .general = !plain};
   const Schedule& s = p.schedule;
-  if (!encode_queries(prepare.high, q, pack, p.q) || (offsets && !encode_queries(prepare.raw, q, pack, p.raw_q))) {
-    Status status;
-    std::snprintf(status.message, sizeof status.message,
-                  "device: expected a driver that encodes tensor maps (CUDA 12 or newer), got a refusal");
-    return status;
-  }
+  if (!encode_queries(prepare.high, q, pack, p.q) || (offsets && !encode_queries(prepare.raw, q, pack, p.raw_q)))
+    return refuse_tensor_map();
   const auto prepare_rows = q.head_dim == 64    ? launch_prepare<64>
                             : q.head_dim == 128 ? launch_prepare<128>
                                                 : launch_prepare<256>;
@@ -203,12 +179,8 @@ Status tbq4_prefill(const AttentionTbq4Params& a, const Device& device, const La
   const auto start = q.head_dim == 64    ? launch_prefill<64>
                      : q.head_dim == 128 ? launch_prefill<128>
                                          : launch_prefill<256>;
-  start(p, static_cast<unsigned>(min_of<int64_t>(device.sm_count, tiles * s.splits)), where);
-  if (s.splits > 1) {
-    const auto merges = static_cast<unsigned>(ceil_div(q.total_tokens * q.q_heads, kMergeWarps));
-    launch_overlapped<QueryView, const float*, const float*, int>(merge_splits, merges, 32 * kMergeWarps, 0, stream, q,
-                                                                  p.partial_out, p.partial_lse, s.splits);
-  }
+  start(p, static_cast<unsigned>(min_of<int64_t>(device.sm_count, tiles * s.splits)), device, where);
+  if (s.splits > 1) sm90::launch_merge(q, p.partial_out, p.partial_lse, s.splits, device, where);
   return launch_status();
 }
 

@@ -3,6 +3,6 @@
 
 namespace flashq::cuda::tbq4_sm90 {
 
-template void launch_prefill<64>(const Params&, unsigned blocks, const Launch&);
+template void launch_prefill<64>(const Params&, unsigned blocks, const Device&, const Launch&);
 
 }  // namespace flashq::cuda::tbq4_sm90

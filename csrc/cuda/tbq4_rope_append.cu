@@ -284,7 +284,7 @@ Status tbq4_rope_append(const Tbq4RopeAppendParams& p, const Launch& launch) {
   if (const Status status = enter(launch, device); !status.ok()) return status;
   const AppendSource& s = p.source;
   if (s.tokens == 0 || s.kv_heads + p.q_heads == 0) return {};
-  if (s.kv_heads == 0 && s.tokens >= kLeastTurnTokens && vectors_fit(p)) {
+  if (s.kv_heads == 0 && vectors_fit(p)) {
     launch_turn(p, device, launch);
     return launch_status();
   }

@@ -158,6 +158,7 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
     bool found_all = true;
     const auto take_missing = [&] {
       const uint32_t missing = C::kGeneral ? shared.missing[k_ring.at] : 0;
+      if constexpr (C::kGeneral) __syncwarp();  // all lanes have read it before one of them gives the buffer back
       if (missing) found_all = false;
       return missing;
     };

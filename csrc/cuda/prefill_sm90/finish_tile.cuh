@@ -92,7 +92,7 @@ __device__ __forceinline__ void store_rows(const Params& p, const Tile& tile, in
   }
 }
 
-// Rows of a split, in fp32, for combine.cuh.
+// Rows of a split, in fp32, for merge_splits.cuh.
 template <int kTileD>
 __device__ __forceinline__ void store_partial(const Params& p, const Tile& tile, int thread_row,
                                               const float (&o)[kTileD / 2], const float (&scale)[2]) {

@@ -3,13 +3,11 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
-#include <cstdio>
 #include <numeric>
 
-#include "cuda/launch_overlapped.h"
 #include "cuda/opt_in.h"
+#include "cuda/overlapping_launch.h"
 #include "cuda/prefill_sm90.h"
 #include "cuda/prefill_sm90/consumer.cuh"
 #include "cuda/prefill_sm90/launch.h"
@@ -57,7 +55,6 @@ template <class C> __global__ void __launch_bounds__(C::kThreads, 1) prefill_ker
 }
 
 constexpr double kFewProducts = 1e10;  // some 60 us
-constexpr int kL2Section = 32 << 20;   // bytes; more of an H200's 60 MiB of L2 leave no room for Q and O
 
 bool encode(const void* data, const int64_t (&stride)[3], int64_t batch, int64_t tokens, int64_t heads, int64_t pack,
             uint32_t rows, const QueryView& q, CUtensorMap& map) {
@@ -73,27 +70,12 @@ bool encode(const void* data, const int64_t (&stride)[3], int64_t batch, int64_t
   return encode_tensor_map(shape, map);
 }
 
-template <class C> Schedule make_schedule(const Attention16Params& a) {
+template <class C> Schedule make_tile_schedule(const Attention16Params& a) {
   const QueryView& q = a.query;
-  const bool packed = q.cu_seqlens_q.given();
-  const int64_t pack = pack_of(q), batch = packed ? 1 : q.batch, tokens = packed ? q.total_tokens : q.q_len;
-  const auto limit = [](int64_t window) {
-    return static_cast<int>(window < 0 ? kWide : std::min<int64_t>(window, kWide));
-  };
-  Schedule s{};
-  s.window_left = limit(a.score.window_left);
-  s.window_right = a.score.causal ? 0 : limit(a.score.window_right);
-  s.descending = s.window_right != kWide && s.window_left == kWide;
-  s.l2_keys = kL2Section / (C::kTileD * 4);
-  s.batch = static_cast<int>(batch);
-  s.q_len = static_cast<int>(tokens);
+  Schedule s = make_schedule(a, count_splits(a), C::kTileD * 4);
   s.kv_len = static_cast<int>(a.kv.page_size);
-  s.pack_log2 = std::countr_zero(static_cast<uint64_t>(pack));
-  s.head_packs = static_cast<int>(q.q_heads / pack);
-  s.packs_per_kv = static_cast<int>(q.q_heads / q.kv_heads / pack);
-  const int64_t tiles = ceil_div(tokens * pack, C::kTileQ) * s.head_packs;
-  s.tiles = static_cast<int>(tiles * batch + (packed ? q.batch * s.head_packs : 0));  // at most
-  s.splits = count_splits(a);
+  const int64_t tiles = ceil_div(s.q_len * pack_of(q), C::kTileQ) * s.head_packs;
+  s.tiles = static_cast<int>(tiles * s.batch + (q.cu_seqlens_q.given() ? q.batch * s.head_packs : 0));  // at most
   return s;
 }
 
@@ -150,18 +132,14 @@ template <class C> Status run(const Attention16Params& a, const Device& device, 
   const QueryView& q = a.query;
   const auto stream = static_cast<cudaStream_t>(where.stream);
   Params p = make_params<C>(a);
-  p.schedule = make_schedule<C>(a);
+  p.schedule = make_tile_schedule<C>(a);
   Schedule& s = p.schedule;
   const int64_t pack = pack_of(q), pages = is_cache(a) ? a.kv.num_pages : s.batch;
   if (!(encode(q.q, q.q_stride, s.batch, s.q_len, q.q_heads, pack, C::kRows, q, p.q) &&
         encode(q.out, q.out_stride, s.batch, s.q_len, q.q_heads, pack, C::kRows, q, p.out) &&
         encode(a.kv.k, a.kv.k_stride, pages, a.kv.page_size, q.kv_heads, 1, p.pages.box, q, p.k) &&
-        encode(a.kv.v, a.kv.v_stride, pages, a.kv.page_size, q.kv_heads, 1, p.pages.box, q, p.v))) {
-    Status status;
-    std::snprintf(status.message, sizeof status.message,
-                  "device: expected a driver that encodes tensor maps (CUDA 12 or newer), got a refusal");
-    return status;
-  }
+        encode(a.kv.v, a.kv.v_stride, pages, a.kv.page_size, q.kv_heads, 1, p.pages.box, q, p.v)))
+    return refuse_tensor_map();
   const auto plan = static_cast<Plan*>(a.scratch);
   const bool planned = q.cu_seqlens_q.given() || is_cache(a);
   if (planned) {
@@ -189,8 +167,8 @@ template <class C> Status run(const Attention16Params& a, const Device& device, 
   constexpr int kSharedBytes = sizeof(typename C::SharedMemory);
   opt_in<prefill_kernel<C>>(where.device, kSharedBytes);
   const auto grid = static_cast<unsigned>(std::min<int64_t>(device.sm_count, items));
-  launch_overlapped(prefill_kernel<C>, grid, C::kThreads, kSharedBytes, stream, p);
-  if (s.splits > 1) launch_combine(a, p, where);
+  launch_overlapping(prefill_kernel<C>, dim3(grid), C::kThreads, kSharedBytes, device, where, p);
+  if (s.splits > 1) launch_merge(q, p.partial_out, p.partial_lse, s.splits, device, where);
   return launch_status();
 }
 

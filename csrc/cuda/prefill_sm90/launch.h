@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <bit>
+#include <cstdint>
 
 #include "cuda/launch.h"
 #include "cuda/prefill_sm90/traits.cuh"
@@ -68,9 +69,33 @@ struct ScratchPlan {
   }
 };
 
+// What a schedule has of a call, whatever its keys look like; a key and its value are `key_bytes` in device memory.
+inline Schedule make_schedule(const AttentionParams& a, int splits, int64_t key_bytes) {
+  constexpr int64_t kL2Section = 32 << 20;  // bytes; more of an H200's 60 MiB of L2 leave no room for Q and O
+  const QueryView& q = a.query;
+  const bool packed = q.cu_seqlens_q.given();
+  const int64_t pack = pack_of(q);
+  const auto limit = [](int64_t window) {
+    return static_cast<int>(window < 0 ? kWide : std::min<int64_t>(window, kWide));
+  };
+  Schedule s{};
+  s.window_left = limit(a.score.window_left);
+  s.window_right = a.score.causal ? 0 : limit(a.score.window_right);
+  s.descending = s.window_right != kWide && s.window_left == kWide;
+  s.l2_keys = static_cast<int>(kL2Section / key_bytes);
+  s.batch = static_cast<int>(packed ? 1 : q.batch);
+  s.q_len = static_cast<int>(packed ? q.total_tokens : q.q_len);
+  s.pack_log2 = std::countr_zero(static_cast<uint64_t>(pack));
+  s.head_packs = static_cast<int>(q.q_heads / pack);
+  s.packs_per_kv = static_cast<int>(q.q_heads / q.kv_heads / pack);
+  s.splits = splits;
+  return s;
+}
+
 // The small kernels around it. launch_status() tells of both.
 void launch_plan(const Attention16Params&, const Schedule&, int tile_q, const Launch&);
-void launch_combine(const Attention16Params&, const Params&, const Launch&);
+// out and lse of partial results: (split, token, head, column), and without the column.
+void launch_merge(const QueryView&, const float* outs, const float* lses, int splits, const Device&, const Launch&);
 
 // head_dim <= kTileD: 64, 128 or 256.
 template <int kTileD> [[nodiscard]] Status launch_prefill(const Attention16Params&, const Device&, const Launch&);

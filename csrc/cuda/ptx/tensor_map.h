@@ -5,6 +5,9 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <cstdio>
+
+#include "backend.h"
 
 namespace flashq::cuda {
 
@@ -40,6 +43,13 @@ struct TensorShape {
                 const_cast<void*>(shape.data), size, strides, shape.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+[[nodiscard]] inline Status refuse_tensor_map() {
+  Status status;
+  std::snprintf(status.message, sizeof status.message,
+                "device: expected a driver that encodes tensor maps (CUDA 12 or newer), got a refusal");
+  return status;
 }
 
 }  // namespace flashq::cuda

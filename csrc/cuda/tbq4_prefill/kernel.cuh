@@ -1,7 +1,7 @@
 // The kernels of one head dim.
 #pragma once
-#include "cuda/launch_overlapped.h"
 #include "cuda/opt_in.h"
+#include "cuda/overlapping_launch.h"
 #include "cuda/ptx/warpgroup.cuh"
 #include "cuda/tbq4_prefill/consumer.cuh"
 #include "cuda/tbq4_prefill/describer.cuh"
@@ -45,16 +45,17 @@ __global__ void __launch_bounds__(C::kThreads, 1) prefill_kernel(const __grid_co
 #endif
 }
 
-template <class C> void start(const Params& p, unsigned blocks, const Launch& where) {
+template <class C> void start(const Params& p, unsigned blocks, const Device& device, const Launch& where) {
   constexpr int kSharedBytes = sizeof(typename C::SharedMemory);
   opt_in<prefill_kernel<C>>(where.device, kSharedBytes);
-  launch_overlapped(prefill_kernel<C>, blocks, C::kThreads, kSharedBytes, static_cast<cudaStream_t>(where.stream), p);
+  launch_overlapping(prefill_kernel<C>, dim3(blocks), C::kThreads, kSharedBytes, device, where, p);
 }
 
 }  // namespace
 
-template <int kDim> void launch_prefill(const Params& p, unsigned blocks, const Launch& where) {
-  p.call.kv.k_offsets ? start<Traits<kDim, true>>(p, blocks, where) : start<Traits<kDim, false>>(p, blocks, where);
+template <int kDim> void launch_prefill(const Params& p, unsigned blocks, const Device& device, const Launch& where) {
+  p.call.kv.k_offsets ? start<Traits<kDim, true>>(p, blocks, device, where)
+                      : start<Traits<kDim, false>>(p, blocks, device, where);
 }
 
 }  // namespace flashq::cuda::tbq4_sm90

@@ -17,7 +17,7 @@ namespace tbq4_sm90 {
 struct Params;
 
 // One head dim, in a file of its own so that they compile side by side. launch_status() reports a failure.
-template <int kDim> void launch_prefill(const Params&, unsigned blocks, const Launch&);
+template <int kDim> void launch_prefill(const Params&, unsigned blocks, const Device&, const Launch&);
 
 }  // namespace tbq4_sm90
 }  // namespace flashq::cuda

@@ -3,7 +3,7 @@
 #include "cuda/decode/finish.cuh"
 #include "cuda/ptx/dependent_launch.cuh"
 
-namespace flashq::cuda::tbq4_sm90 {
+namespace flashq::cuda::sm90 {
 
 inline constexpr int kMergeWarps = 4;
 
@@ -26,7 +26,7 @@ static __global__ void __launch_bounds__(32 * kMergeWarps)
   if (lane == 0) q.lse[lse_offset(q, place.quotient, place.remainder, at.remainder)] = lse;
   const int64_t out = out_offset(q, place.quotient, place.remainder, at.remainder);
   for (int64_t d = lane * 4; d < q.head_dim; d += 128) {
-    float4 sum{};
+    float4 sum{-0.f, -0.f, -0.f, -0.f};  // + -0 is -0
     for (int k = 0; k < splits; ++k) {
       const float partial = lses[k * rows + row];
       if (partial == -kInf && !all.empty()) continue;
@@ -38,4 +38,4 @@ static __global__ void __launch_bounds__(32 * kMergeWarps)
   }
 }
 
-}  // namespace flashq::cuda::tbq4_sm90
+}  // namespace flashq::cuda::sm90
