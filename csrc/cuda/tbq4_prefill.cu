@@ -155,6 +155,7 @@ Status tbq4_prefill(const AttentionTbq4Params& a, const Device& device, const La
            .call = a,
            .rule = rule,
            .page_size = Divisor(a.kv.page_size),
+           .exact_page_size = Divisor(min_of<int64_t>(a.kv.exact.page_size, INT32_MAX)),
            .levels = split_levels(),
            .norm_factor = plain ? rule.factor : 1,
            .rows = prepare.rows,
@@ -164,7 +165,8 @@ Status tbq4_prefill(const AttentionTbq4Params& a, const Device& device, const La
            .wide_offsets = rows_fit_vectors(a.kv.k_offsets, a.kv.k_offsets_stride),
            .wide_exact = rows_fit_vectors(a.kv.exact.k, a.kv.exact.k_stride) &&
                          rows_fit_vectors(a.kv.exact.v, a.kv.exact.v_stride),
-           .exact = a.kv.exact.k != nullptr && (a.kv.exact_first > 0 || a.kv.exact_last > 0),
+           .exact =
+               a.kv.exact.k != nullptr && a.kv.exact.page_size > 0 && (a.kv.exact_first > 0 || a.kv.exact_last > 0),
            .general = !plain};
   const Schedule& s = p.schedule;
   if (!encode_queries(prepare.high, q, pack, p.q) || (offsets && !encode_queries(prepare.raw, q, pack, p.raw_q)))

@@ -122,6 +122,20 @@ def test_norms_from_1e_4_to_6e4_in_one_tile(head_dim: int) -> None:
         check_tbq4(q, *planes.args(), causal=False, device="cuda")
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_many_small_weights_beside_a_large_one(head_dim: int) -> None:
+    """Weights of about 2^-23 of the last key's, which is read first, add up to 0.4 to 1.6 % of it."""
+    length = 20000
+    k, direction = randn(length, 1, head_dim), randn(1, head_dim, seed=2)
+    v = direction + 0.1 * randn(length, 1, head_dim, seed=1)
+    v[-1] = -direction
+    planes = encode_pages(page_out([k], [v], 64))
+    page = planes.block_table[0, (length - 1) // 64]
+    last = reference.tbq4_dequantize(planes.k_codes[page, 0], planes.k_norms[page, 0])[(length - 1) % 64]
+    q = (last * 16 / last.norm() ** 2 * head_dim**0.5).half().expand(1, 60, 4, head_dim)
+    check_tbq4(q, *planes.args(), causal=False, device="cuda", big=True)
+
+
 @pytest.mark.contract(7)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -13,9 +13,10 @@
 
 namespace flashq::cuda::tbq4_sm90 {
 
-inline constexpr float kRoom = 15;  // log2 of the largest weight in fp16
-// kFreshWeight of tbq4_attention/weights.cuh: log2 of the largest weight after its row's base is raised.
-inline constexpr float kFresh = 7;
+// log2 of the largest weight after its row's base is raised. Weights below 2^-25 are lost: 262,144 of them are 2^-11 of
+// it. The base of a row comes from its first keys, which may be few: with 2^11 more to grow to, it is seldom raised
+// again, for which the other warps wait (of 4096 tokens an eighth of the time, with 2^7 more).
+inline constexpr float kFresh = 4;
 
 // tanh without branches, off by 3e-7: the hardware's, off by 5e-4, would use up the tolerance.
 __device__ __forceinline__ float smooth_tanh(float x) {
@@ -70,8 +71,9 @@ template <class C> class Consumer {
   __device__ __forceinline__ void pass_turn() const {
     ptx::named_barrier_arrive(C::turn_barrier((wg_ + 1) % C::kConsumers), 256);
   }
-  __device__ __forceinline__ void release(ptx::Barrier& empty) const {
-    if (ptx::fresh_lane() == 0) empty.arrive();
+  // By some lane of the warp: of one and the same ptxas keeps the test, in a predicate that it has to spill.
+  template <int kLane = 0> __device__ __forceinline__ void release(ptx::Barrier& empty) const {
+    if (ptx::fresh_lane() == kLane) empty.arrive();
   }
 
   // What is known of the tile.
@@ -218,11 +220,12 @@ template <class C> class Consumer {
       ptx::pin(s_);
       take_scores(tile, flags);
       if (flags & kFinish) finish_scores(tile, flags);
-      ptx::wgmma_wait<0>();
-      ptx::pin(o_);
-      if (rings_.info().count != begin) release(shared_.v_empty[rings_.v(1).at()]);
-      begin = ~0u;
-      weigh(tile, flags);
+      weigh(tile, flags, [&] {
+        ptx::wgmma_wait<0>();
+        ptx::pin(o_);
+        if (rings_.info().count != begin) release<1>(shared_.v_empty[rings_.v(1).at()]);
+        begin = ~0u;
+      });
     } while (!(flags & kLast));
     const auto values = rings_.v(1);
     shared_.v_full[values.at()].wait(values.parity());
@@ -296,28 +299,30 @@ template <class C> class Consumer {
     return columns_in(keys.begin - left, keys.end - left) & (flags & kExact ? chosen : there & ~chosen);
   }
 
-  // S to weights, and times norms to fp16. Ends the tile.
-  __device__ __forceinline__ void weigh(const Tile& tile, uint32_t flags) {
+  // S to weights, in fp16. take_output(): before they are written, which O is a product of until then. Ends the tile.
+  __device__ __forceinline__ void weigh(const Tile& tile, uint32_t flags, const auto& take_output) {
     const int t = static_cast<int>(threadIdx.x) % 4;
     const Columns columns{flags & kFinish ? shared_.ones : info().k_norm[t], info().v_norm[t], !(flags & kFinish)};
-    float sum[2];
+    float ahead[kAhead][2][4], sum[2];
+    const auto start = [&] {
+      const float unit = info().facts.unit, base[2] = {base_[0] - unit, base_[1] - unit};
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) exponentiate(columns, 2 * i, base, ahead[i]);
+    };
+    start();
+    take_output();
 #pragma unroll 1
-    for (bool again = false;; again = true) {
-      // No weight is larger than a sum of some. In halves: of all at once ptxas computes more than registers hold.
-      constexpr int kHalf = kTileK / 32 * 2;
-      const auto fits = [&] { return again || !__any_sync(~0u, fmaxf(sum[0], sum[1]) > info().facts.most); };
-      sum[0] = sum[1] = 0;
-      exponentiate<0, kHalf>(columns, sum);
-      if (fits()) {
-        exponentiate<kHalf, kTileK / 8>(columns, sum);
-        if (fits()) break;
-      }
-      raise_bases(columns);
+    for (float most = info().facts.most;; most = kInf) {
+      if (flags & kUneven ? try_weights<false>(columns, most, ahead, sum)
+                          : try_weights<true>(columns, most, ahead, sum))
+        break;
+      raise_bases(columns, flags);
+      start();
     }
     update_sum(1, sum[0], 1, sum[1]);
     if (flags & kPoison) note_poison(tile, flags);
     __syncwarp();  // all lanes have read what is known of the tile
-    release(shared_.info_empty[rings_.info().at()]);
+    release<2>(shared_.info_empty[rings_.info().at()]);
     rings_.advance_info();
   }
   // Blocks of values that are NaN become it in O of the rows that read them: at the end, so that it is kept.
@@ -359,30 +364,56 @@ template <class C> class Consumer {
     const float offset = offset_of(j, h, factor);
     return columns.offsets ? offset - base : -base;
   }
-  // Of columns 8 kBegin to 8 kEnd - 1.
-  template <int kBegin, int kEnd>
-  __device__ __forceinline__ void exponentiate(const Columns& columns, float (&sum)[2]) {
-    float factor[2] = {};
-    if constexpr (C::kOffsets) {
+  // Weights of columns 8 j to 8 j + 15.
+  __device__ __forceinline__ void exponentiate(const Columns& columns, int j, const float (&base)[2],
+                                               float (&to)[2][4]) const {
+    const float4 k = load_again(columns.factor + 2 * j);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) factor[h] = row_factors(h).offsets;
-    }
-#pragma unroll
-    for (int j = kBegin; j < kEnd; j += 2) {
-      const float4 k = load_again(columns.factor + 2 * j), v = load_again(columns.v_norm + 2 * j);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float addend = addend_of(columns, j, h, factor[h], base_[h]);
-        const float* const x = &s_[4 * j + 2 * h];
-        const float a = ptx::exp2_approx(fmaf(x[0], k.x, addend)), b = ptx::exp2_approx(fmaf(x[1], k.y, addend)),
-                    c = ptx::exp2_approx(fmaf(x[4], k.z, addend)), d = ptx::exp2_approx(fmaf(x[5], k.w, addend));
-        sum[h] += (a + c) + (b + d);
-        prob_[j / 2][h] = ptx::pack<Float16>(a * v.x, b * v.y);
-        prob_[j / 2][2 + h] = ptx::pack<Float16>(c * v.z, d * v.w);
-      }
+    for (int h = 0; h < 2; ++h) {
+      const float addend = addend_of(columns, j, h, C::kOffsets ? row_factors(h).offsets : 0, base[h]);
+      const float* const x = &s_[4 * j + 2 * h];
+      to[h][0] = ptx::exp2_approx(fmaf(x[0], k.x, addend));
+      to[h][1] = ptx::exp2_approx(fmaf(x[1], k.y, addend));
+      to[h][2] = ptx::exp2_approx(fmaf(x[4], k.z, addend));
+      to[h][3] = ptx::exp2_approx(fmaf(x[5], k.w, addend));
     }
   }
-  __device__ __forceinline__ void raise_bases(const Columns& columns) {
+  // While O of the tile before is under way: weights of as many times 16 keys as there are registers for.
+  static constexpr int kAhead = kDim == 64 ? 4 : kDim == 128 ? 1 : 2;
+
+  // Weights in fp16, and their sums. Returns whether sums are not above `most`: no weight is larger. kEven: norms are
+  // in the values, but for what all of them have in common.
+  template <bool kEven>
+  __device__ __forceinline__ bool try_weights(const Columns& columns, float most, const float (&ahead)[kAhead][2][4],
+                                              float (&sum)[2]) {
+    const float unit = info().facts.unit, base[2] = {base_[0] - unit, base_[1] - unit};
+    sum[0] = sum[1] = 0;
+#pragma unroll
+    for (int i = 0; i < kTileK / 16; ++i) {
+      float p[2][4];
+      if (i < kAhead) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n) p[n / 4][n % 4] = ahead[i][n / 4][n % 4];
+      } else {
+        exponentiate(columns, 2 * i, base, p);
+      }
+      float4 v{1, 1, 1, 1};
+      if constexpr (!kEven) v = load_again(columns.v_norm + 4 * i);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        sum[h] += (p[h][0] + p[h][2]) + (p[h][1] + p[h][3]);
+        prob_[i][h] = ptx::pack<Float16>(p[h][0] * v.x, p[h][1] * v.y);
+        prob_[i][2 + h] = ptx::pack<Float16>(p[h][2] * v.z, p[h][3] * v.w);
+      }
+    }
+    if (kEven) {
+      const float scale = info().facts.most / kMostWeight;
+      sum[0] *= scale;
+      sum[1] *= scale;
+    }
+    return !__any_sync(~0u, fmaxf(sum[0], sum[1]) > most);
+  }
+  __device__ __forceinline__ void raise_bases(const Columns& columns, uint32_t flags) {
     float high[2] = {-kInf, -kInf}, factor[2] = {};
     if constexpr (C::kOffsets) {
 #pragma unroll
@@ -395,7 +426,8 @@ template <class C> class Consumer {
       const float addends[2] = {addend_of(columns, j, 0, factor[0], 0), addend_of(columns, j, 1, factor[1], 0)};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float size = __log2f(fminf(fmaxf(fabsf(norms[i]), kLeastNorm), tbq4::kHalfMax));
+        const float size =
+            flags & kUneven ? __log2f(fminf(fmaxf(fabsf(norms[i]), kLeastNorm), tbq4::kHalfMax)) : info().facts.unit;
 #pragma unroll
         for (int h = 0; h < 2; ++h)
           high[h] = fmaxf(high[h], fmaf(s_[4 * j + i / 2 * 4 + 2 * h + i % 2], k_factors[i], addends[h]) + size);
@@ -407,7 +439,7 @@ template <class C> class Consumer {
     for (int h = 0; h < 2; ++h) {
       high[h] = fmaxf(high[h], __shfl_xor_sync(~0u, high[h], 1));
       high[h] = fmaxf(high[h], __shfl_xor_sync(~0u, high[h], 2));
-      const bool up = high[h] > base_[h] + kRoom;
+      const bool up = high[h] > base_[h] + kFresh + 2;  // rows that need not, too: others have waited already
       const float base = up ? floorf(high[h]) - kFresh : base_[h];
       fresh[h] = base_[h] == kLowestBase;
       o_scale[h] = ptx::exp2_approx(base_[h] - base);

@@ -89,13 +89,11 @@ template <class C> class Describer {
     if (n * C::kTileK >= exact.lead_end && (n + 1) * C::kTileK <= exact.recent_begin(tile.row >> p_.schedule.pack_log2))
       return found;
 #pragma unroll
-    for (int i = 0; i < kLaneKeys; ++i) {
-      const int key = first + i;
-      if ((seen >> i & 1) == 0 || !p_.call.kv.exact.holds(tile.sequence, key)) continue;
-      found.held |= 1u << i;
-      // Nobody reads its codes.
-      if (key < exact.lead_end || key >= exact.recent_begin(last_query)) found.there &= ~(1u << i);
-    }
+    for (int i = 0; i < kLaneKeys; ++i)
+      found.held |= static_cast<uint32_t>(find_in_pool(p_, tile, first + i).page >= 0) << i & seen;
+    // Nobody reads the codes of keys that all rows read there.
+    const uint32_t exactly = below(exact.lead_end) | ~below(exact.recent_begin(last_query));
+    found.there &= ~(found.held & exactly);
     return found;
   }
 
@@ -111,7 +109,7 @@ template <class C> class Describer {
   }
   // What of a tile does not depend on norms.
   __device__ __forceinline__ void write_keys(KeyTile<C::kTileK>& info, int first, uint32_t flags, float most,
-                                             const LaneKeys& keys) const {
+                                             float unit, const LaneKeys& keys) const {
     if (p_.exact || flags & kIncomplete) {
 #pragma unroll 1
       for (int t = 0; t < 4; ++t) {
@@ -122,7 +120,7 @@ template <class C> class Describer {
         }
       }
     }
-    if (lane_ == 0) info.facts = {flags, first, most};
+    if (lane_ == 0) info.facts = {flags, first, most, __log2f(unit)};
   }
   __device__ __forceinline__ void write_poison(KeyTile<C::kTileK>& info, const uint32_t (&poison)[C::kBlocks]) const {
 #pragma unroll 1
@@ -143,19 +141,18 @@ template <class C> class Describer {
       store(&to[key % 8 / 2][key / 8 * 2], float2{norms[i], norms[i + 1]});
     }
   }
-  // This lane's norms of a tile as it lies in the cache; of head dim 256 factors of values take their place.
+  // This lane's norms of a tile as it lies in the cache. Factors of its values take their place.
   __device__ __forceinline__ void load_norms(const typename C::RawTile& raw, int key, Norms& norms) const {
     const auto* const words = reinterpret_cast<const uint32_t*>(raw.norms[key]);
 #pragma unroll
     for (int i = 0; i < kNormWords; ++i) norms[i] = words[i];
   }
   __device__ __forceinline__ void return_norms(typename C::RawTile& raw, int key, const Norms& norms) const {
-    if constexpr (C::kBlocks == 2) {
-      if (lane_ >= C::kTileK / kLaneKeys) return;
-      auto* const words = reinterpret_cast<uint32_t*>(raw.norms[key]);
+    __syncwarp();  // lanes without keys of their own have read those of others
+    if (lane_ >= C::kTileK / kLaneKeys) return;
+    auto* const words = reinterpret_cast<uint32_t*>(raw.norms[key]);
 #pragma unroll
-      for (int i = 0; i < kNormWords; ++i) words[i] = norms[i];
-    }
+    for (int i = 0; i < kNormWords; ++i) words[i] = norms[i];
   }
   __device__ __forceinline__ void publish_info() {
     __syncwarp();
@@ -196,31 +193,33 @@ template <class C> class Describer {
     seen_ = tile.seen;
     kv_len_ = tile.kv_len;
     const ExactKeys exact(p_, tile);
-    const bool any_exact = exact.template tiles<C>(p_, tile).any();
     const Rows rows = examine_rows(tile);
     // Keys in [clear_begin, clear_end) are read by all rows, and as codes.
     const int last_query = (tile.row + C::kTileQ - 1) >> p_.schedule.pack_log2,
               first_query = tile.row >> p_.schedule.pack_log2;
     const int clear_begin = max(sm90::visible_keys(p_.schedule, tile, last_query).begin, exact.lead_end),
-              clear_end = min(sm90::visible_keys(p_.schedule, tile, first_query).end, exact.recent_begin(first_query));
+              clear_end = rows.plain ? min(sm90::visible_keys(p_.schedule, tile, first_query).end,
+                                           exact.recent_begin(first_query))
+                                     : clear_begin;
+    const int last_tile = exact.template tiles<C>(p_, tile).any() ? -1 : tile.first;  // no flag: predicates are few
     kv_head_ = tile.head / p_.schedule.packs_per_kv;
     for (int n = tile.end - 1; n >= tile.first; --n) {
       const int first = n * C::kTileK;
-      const bool clear = rows.plain && first >= clear_begin && first + C::kTileK <= clear_end;
-      describe(tile, n, rows.reach, (n == tile.first && !any_exact ? kLast : 0) | (clear ? 0 : kFinish));
+      const bool clear = first >= clear_begin && first + C::kTileK <= clear_end;
+      describe(tile, n, rows.reach, (n == last_tile ? kLast : 0) | (clear ? 0 : kFinish));
       if (n == tile.end - 1) {
         load_queries(tile);
         __syncwarp();
       }
     }
-    if (!any_exact) return;
+    if (last_tile >= 0) return;
     ExactKeys(p_, tile).template tiles<C>(p_, tile).for_each([&](int n, bool last) {
       shared_.info_empty[rings_.info().at()].wait(rings_.info().parity() ^ 1);
       auto& info = shared_.info[rings_.info().at()];
       const LaneKeys keys = find_keys(tile, n, false);
       if (lane_ < 8) info.poison[lane_ / 4][lane_ % 4] = 0;  // expanders add to it
-      write_keys(info, n * C::kTileK, kExact | kCoarse | kRest | kFinish | (last ? kLast : 0), kMostWeight / kLeastNorm,
-                 keys);
+      write_keys(info, n * C::kTileK, kExact | kCoarse | kRest | kFinish | kUneven | (last ? kLast : 0),
+                 kMostWeight / kLeastNorm, 1, keys);
       publish_info();
       if constexpr (C::kOffsets) {
 #pragma unroll 1
@@ -240,7 +239,7 @@ template <class C> class Describer {
     const LaneKeys keys = find_keys(tile, n, raw.page[group] >= 0);
     shared_.info_empty[rings_.info().at()].wait(rings_.info().parity() ^ 1);
     auto& info = shared_.info[rings_.info().at()];
-    float most;
+    float most, unit;
     {
       Norms norms;
       load_norms(raw.v, own, norms);
@@ -252,13 +251,26 @@ template <class C> class Describer {
         flags |= kPoison;
         write_poison(info, poison);
       }
-      float factor[kLaneKeys], top = kLeastNorm;
-      finish_norms<C>(norms, keys.there, 1, factor);
+      Norms shares;
 #pragma unroll
-      for (const float x : factor) top = fmaxf(top, fabsf(x));
-      most = kMostWeight / float_of(__reduce_max_sync(~0u, bits_of(top)));
-      return_norms(raw.v, own, norms);
-      write_norms(info.v_norm, factor);
+      for (int i = 0; i < kNormWords; ++i) shares[i] = norms[i];
+      unit = share_unit<C>(shares, keys.there);
+      most = kMostWeight / unit;
+      if (unit == 0) {
+        flags |= kUneven;
+        unit = 1;
+        float factor[kLaneKeys], top = kLeastNorm;
+        finish_norms<C>(norms, keys.there, 1, factor);
+        if constexpr (C::kBlocks == 2) {
+#pragma unroll
+          for (int i = 0; i < kNormWords; ++i) shares[i] = norms[i];
+        }
+#pragma unroll
+        for (const float x : factor) top = fmaxf(top, fabsf(x));
+        most = kMostWeight / float_of(__reduce_max_sync(~0u, bits_of(top)));
+        write_norms(info.v_norm, factor);
+      }
+      return_norms(raw.v, own, shares);
     }
     {
       Norms norms;
@@ -268,11 +280,11 @@ template <class C> class Describer {
       const float largest = float_of(__reduce_max_sync(~0u, bits_of(longest))) * reach;
       if (!(largest <= C::kReachOfQuery)) flags |= kCoarse;
       if (!(largest <= C::kReachOfKeys)) flags |= kRest;
-      return_norms(raw.k, own, norms);
+      if constexpr (C::kBlocks == 2) return_norms(raw.k, own, norms);
       write_norms(info.k_norm, factor);
     }
     if (raw.missing) flags |= kIncomplete | kFinish;
-    write_keys(info, n * C::kTileK, flags, most, keys);
+    write_keys(info, n * C::kTileK, flags, most, unit, keys);
     publish_info();
     if constexpr (C::kOffsets) {
       acquire_keys();

@@ -12,21 +12,17 @@ template <class C> class ExactRows {
   static constexpr int kLanes = C::kDim / 8,
                        kRows = 32 / kLanes;  // of a row; rows of a warp at a time
 
-  // Of tile n of the keys, by warp `warp` of those that expand.
+  // Of tile n of the keys, by warp `warp` of those that expand. Each lane looks up one of the warp's keys.
   __device__ __forceinline__ ExactRows(const Params& p, const Tile& tile, int n, int warp)
-      : p_(p), tile_(tile), first_(n * C::kTileK), warp_(warp) {}
-
-  // function(key of the tile, whether some row may read it) for this warp's keys. All lanes take part.
-  template <class Function>
-  __device__ __forceinline__ void for_each(const Function& function) const {
-    const ExactKeys exact(p_, tile_);
-    const int recent = exact.recent_begin(tile_.row >> p_.schedule.pack_log2);
-#pragma unroll 1
-    for (int base = warp_ * kRows; base < C::kTileK; base += C::kExpanders * kRows) {
-      const int i = base + ptx::fresh_thread() % 32 / kLanes, key = first_ + i;
-      function(i, key >= tile_.seen && key < tile_.kv_len && (key < exact.lead_end || key >= recent) &&
-                      p_.call.kv.exact.holds(tile_.sequence, key));
-    }
+      : p_(p), head_(tile.head / p.schedule.packs_per_kv), warp_(warp) {
+    static_assert((C::kTileK / kRows + C::kExpanders - 1) / C::kExpanders * kRows <= 32);
+    const int lane = ptx::fresh_lane(), i = (lane / kRows * C::kExpanders + warp) * kRows + lane % kRows,
+              key = n * C::kTileK + i;
+    const ExactKeys exact(p, tile);
+    if (i < C::kTileK && key >= tile.seen && key < tile.kv_len &&
+        (key < exact.lead_end || key >= exact.recent_begin(tile.row >> p.schedule.pack_log2)))
+      place_ = find_in_pool(p, tile, key);
+    __syncwarp();
   }
 
   struct Row {
@@ -34,11 +30,12 @@ template <class C> class ExactRows {
     float unit;       // that the row is multiplied by
     bool poison;      // of values: this lane's block is NaN, and 0 here
   };
-  __device__ __forceinline__ Row load_keys(int key, bool there) const {
-    return load_row<false>(p_.call.kv.exact.k, p_.call.kv.exact.k_stride, key, there);
+  // function(key of the tile, its row; zeros if nobody reads it) for this warp's keys. All lanes take part.
+  __device__ __forceinline__ void for_each_key(const auto& function) const {
+    for_each<false>(p_.call.kv.exact.k, p_.call.kv.exact.k_stride, function);
   }
-  __device__ __forceinline__ Row load_values(int key, bool there) const {
-    return load_row<true>(p_.call.kv.exact.v, p_.call.kv.exact.v_stride, key, there);
+  __device__ __forceinline__ void for_each_value(const auto& function) const {
+    for_each<true>(p_.call.kv.exact.v, p_.call.kv.exact.v_stride, function);
   }
 
   __device__ __forceinline__ void store_row(uint16_t (*tile)[C::kTileK][64], int key, const uint4& values) const {
@@ -47,22 +44,35 @@ template <class C> class ExactRows {
   }
 
  private:
+  using Words = Vector<uint32_t, 4>;
+
   template <bool kValues>
-  __device__ __forceinline__ Row load_row(const void* data, const int64_t (&stride)[3], int key, bool there) const {
-    const KvView& pool = p_.call.kv.exact;
-    float x[8] = {};
-    if (there) {
-      const Quotient at = divide(first_ + key, pool.page_size);
-      const int64_t page = pool.block_table(tile_.sequence, at.quotient);
-      const auto* from = static_cast<const uint16_t*>(data) + page * stride[0] + at.remainder * stride[1] +
-                         tile_.head / p_.schedule.packs_per_kv * stride[2] + ptx::fresh_thread() % kLanes * 8;
-      const auto words = load_eight(from, true, p_.wide_exact);
-      const bool half = p_.call.query.dtype == Dtype::kFloat16;
+  __device__ __forceinline__ void for_each(const void* data, const int64_t (&stride)[3], const auto& function) const {
+    constexpr int kStep = C::kExpanders * kRows;
+    Words next = load_words(data, stride, 0);
+#pragma unroll 1
+    for (int base = warp_ * kRows, n = 1; base < C::kTileK; base += kStep, ++n) {
+      const Words words = next;
+      if (base + kStep < C::kTileK) next = load_words(data, stride, n);
+      function(base + ptx::fresh_lane() / kLanes, finish_row<kValues>(words));
+    }
+  }
+  // This lane's eight values of the n-th of the rows that it takes part in.
+  __device__ __forceinline__ Words load_words(const void* data, const int64_t (&stride)[3], int n) const {
+    const int lane = ptx::fresh_lane(), source = n * kRows + lane / kLanes;
+    const int64_t page = __shfl_sync(~0u, place_.page, source);
+    const int slot = __shfl_sync(~0u, place_.slot, source);
+    const auto* const from = static_cast<const uint16_t*>(data) + page * stride[0] + slot * stride[1] +
+                             head_ * stride[2] + lane % kLanes * 8;
+    return load_eight(from, page >= 0, p_.wide_exact);
+  }
+  template <bool kValues> __device__ __forceinline__ Row finish_row(const Words& words) const {
+    const bool half = p_.call.query.dtype == Dtype::kFloat16;
+    float x[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const auto bits = static_cast<uint16_t>(words.value[i / 2] >> (16 * (i % 2)));
-        x[i] = half ? half_to_float(bits) : bfloat_to_float(bits);
-      }
+    for (int i = 0; i < 8; ++i) {
+      const auto bits = static_cast<uint16_t>(words.value[i / 2] >> (16 * (i % 2)));
+      x[i] = half ? half_to_float(bits) : bfloat_to_float(bits);
     }
     bool poison = false;
     if constexpr (kValues) {
@@ -79,8 +89,8 @@ template <class C> class ExactRows {
   }
 
   const Params& p_;
-  const Tile& tile_;
-  int first_, warp_;
+  const int head_, warp_;
+  PoolPlace place_{-1, 0};
 };
 
 }  // namespace flashq::cuda::tbq4_sm90

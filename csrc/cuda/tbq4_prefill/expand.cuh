@@ -58,37 +58,50 @@ __device__ __forceinline__ void store_chunk(uint32_t to, const uint32_t (&values
                : "memory");
 }
 
-// The units of a warp, number `first` and every kExpanders-th from there on. Addresses are a lane's, which do not
-// change, plus the tile's: with them worked out anew a unit takes a quarter more instructions.
+// The units of a warp, its number and every kExpanders-th from there on; of values it starts where those of keys ended,
+// so that warps have as many. Addresses are a lane's, which do not change, plus the tile's: with them worked out anew a
+// unit takes a quarter more instructions.
 template <class C> class UnitExpander {
   static constexpr int kMost = (C::kUnits + C::kExpanders - 1) / C::kExpanders;
+  static constexpr int kMore = C::kUnits - (kMost - 1) * C::kExpanders;  // warps that have kMost units
   using RawTile = typename C::RawTile;
 
  public:
-  __device__ __forceinline__ UnitExpander(const LevelBytes (&levels)[32], int first, int lane)
-      : levels_(levels[lane]), more_(first < C::kUnits - (kMost - 1) * C::kExpanders) {
+  __device__ __forceinline__ UnitExpander(const LevelBytes (&levels)[32], int warp, int lane)
+      : levels_(levels[lane]), keys_{0, warp < kMore} {
+    const int first = warp < kMore ? warp + C::kExpanders - kMore : warp - kMore;  // of values
+    if (kMore < C::kExpanders) values_ = {first - warp, first < kMore};
     const UnitPlace place = place_in_unit<C>(lane);
-    const int key = first * C::kUnitKeys + place.key, quarter = place.quarter;
+    const int key = warp * C::kUnitKeys + place.key, quarter = place.quarter;
     from_ = key * (C::kDim / 2) + quarter * 16;
     norm_ = (key * C::kBlocks + quarter / 4 % C::kBlocks) * 2;
-    static_assert(C::kExpanders * C::kUnitKeys % 8 == 0);  // all of a lane's keys have the same place in the swizzle
+    // All of a lane's keys have the same place in the swizzle.
+    static_assert(C::kExpanders * C::kUnitKeys % 8 == 0 && kMore * C::kUnitKeys % 8 == 0);
     to_ = quarter / 2 * (C::kTileK * 128) + key * 128 + ((quarter % 2 * 4) ^ (key % 8)) * 16;
   }
 
   // The codes of the first unit, for expand().
-  __device__ __forceinline__ uint4 load_first(const RawTile& raw) const { return load_unit(raw, 0); }
-  // Expands all units into `tile`, an address in shared memory.
-  __device__ __forceinline__ void expand(const RawTile& raw, uint4 codes, uint32_t tile) const {
+  template <bool kValues> __device__ __forceinline__ uint4 load_first(const RawTile& raw) const {
+    return load_unit(raw, share<kValues>().ahead * 512);
+  }
+  // Expands all units into `tile`, an address in shared memory. Norms of the tile are factors of values, and of head
+  // dim 256 of keys.
+  template <bool kValues> __device__ __forceinline__ void expand(const RawTile& raw, uint4 codes, uint32_t tile) const {
+    const Share own = share<kValues>();
+    tile += own.ahead * (C::kUnitKeys * 128);
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
-      if (i == kMost - 1 && !more_) break;
-      const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w}, factor = factor_of(raw, i);
-      if (i + 1 < kMost && (i + 1 < kMost - 1 || more_)) codes = load_unit(raw, i + 1);
+      if (i == kMost - 1 && !own.more) break;
+      constexpr bool kScaled = kValues || C::kBlocks == 2;
+      const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w},
+                     factor = kScaled ? factor_of(raw, own.ahead + i * C::kExpanders) : 0;
+      if (i + 1 < kMost && (i + 1 < kMost - 1 || own.more))
+        codes = load_unit(raw, own.ahead * 512 + (i + 1) * kCodesStep);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         uint32_t values[4];
         look_up_levels(levels_, words[j], values);
-        if constexpr (C::kBlocks == 2) {
+        if constexpr (kScaled) {
 #pragma unroll
           for (uint32_t& pair : values) pair = multiply(pair, factor);
         }
@@ -103,8 +116,8 @@ template <class C> class UnitExpander {
                   -half_to_float(static_cast<uint16_t>(bits)));
     };
 #pragma unroll 1
-    for (int i = 0; i < kMost - !more_; ++i) {
-      const uint32_t factor = factor_of(raw, i);
+    for (int i = 0; i < kMost - !keys_.more; ++i) {
+      const uint32_t factor = C::kBlocks == 2 ? factor_of(raw, i * C::kExpanders) : 0;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const auto codes = load<uint32_t>(&raw.codes[0][0] + from_ + i * kCodesStep + j * 4);
@@ -125,19 +138,27 @@ template <class C> class UnitExpander {
  private:
   static constexpr int kCodesStep = C::kExpanders * 512, kTileStep = C::kExpanders * C::kUnitKeys * 128;
 
-  __device__ __forceinline__ uint4 load_unit(const RawTile& raw, int i) const {
-    return load<uint4>(&raw.codes[0][0] + from_ + i * kCodesStep);
+  // Of K or V of a tile: from how many units after its own the warp expands, and whether it has kMost of them.
+  struct Share {
+    int ahead;
+    bool more;
+  };
+  template <bool kValues> __device__ __forceinline__ Share share() const {
+    return kValues && kMore < C::kExpanders ? values_ : keys_;
   }
-  // Of head dim 256 what a lane's values of its unit i are multiplied by: fp16 twice.
-  __device__ __forceinline__ uint32_t factor_of(const RawTile& raw, int i) const {
-    if constexpr (C::kBlocks == 1) return 0;
+
+  __device__ __forceinline__ uint4 load_unit(const RawTile& raw, int after) const {
+    return load<uint4>(&raw.codes[0][0] + from_ + after);
+  }
+  // What a lane's values of the unit so many after its first one are multiplied by: fp16 twice.
+  __device__ __forceinline__ uint32_t factor_of(const RawTile& raw, int units) const {
     return *reinterpret_cast<const uint16_t*>(reinterpret_cast<const char*>(raw.norms) + norm_ +
-                                              i * (C::kExpanders * C::kUnitKeys * C::kBlocks * 2)) *
+                                              units * (C::kUnitKeys * C::kBlocks * 2)) *
            0x10001u;
   }
 
   LevelBytes levels_;
-  bool more_;        // whether there is a last unit
+  Share keys_, values_{};
   int from_, norm_;  // of a lane, in bytes
   uint32_t to_;      // where the first of its four chunks goes: chunk j to that ^ 16 j
 };

@@ -60,14 +60,14 @@ template <class C> class Expander {
     const RingPosition<C::kRawStages> place{tiles_loaded_++};
     shared_.raw_full[place.at()].wait(place.parity());
     const auto& raw = shared_.raw[place.at()];
-    const uint4 codes = units_.load_first(raw.k);
+    const uint4 codes = units_.template load_first<false>(raw.k);
     acquire(shared_.k_empty, rings_.k());
     if (flags & kRest) {
       units_.expand_rest(raw.k, ptx::shared_address(shared_.k[rings_.k().at()]));
       publish_keys();
       acquire(shared_.k_empty, rings_.k());
     }
-    units_.expand(raw.k, codes, ptx::shared_address(shared_.k[rings_.k().at()]));
+    units_.template expand<false>(raw.k, codes, ptx::shared_address(shared_.k[rings_.k().at()]));
     publish_keys();
   }
   // V of the tile `before` the next one.
@@ -75,9 +75,9 @@ template <class C> class Expander {
     const auto values = rings_.v(before);
     const RingPosition<C::kRawStages> place{tiles_loaded_ - before};
     const auto& raw = shared_.raw[place.at()].v;
-    const uint4 codes = units_.load_first(raw);
+    const uint4 codes = units_.template load_first<true>(raw);
     acquire(shared_.v_empty, values);
-    units_.expand(raw, codes, ptx::shared_address(shared_.v[values.at()]));
+    units_.template expand<true>(raw, codes, ptx::shared_address(shared_.v[values.at()]));
     publish(shared_.v_full[values.at()]);
     if (ptx::fresh_lane() == 0) shared_.raw_empty[place.at()].arrive();
   }
@@ -89,17 +89,17 @@ template <class C> class Expander {
       const int at = await_info();
       acquire(shared_.k_empty, rings_.k());
       float top = kLeastNorm;
-      rows.for_each([&](int key, bool there) {
+      const auto leads = [] { return ptx::fresh_lane() % ExactRows<C>::kLanes == 0; };
+      rows.for_each_key([&](int key, const auto& row) {
+        rows.store_row(shared_.k[rings_.k().at()], key, row.parts.rest);
+        if (leads()) shared_.info[at].k_norm[key % 8 / 2][key / 8 * 2 + key % 2] = row.unit * p_.norm_factor;
+      });
+      rows.for_each_value([&](int key, const auto& row) {
         auto& info = shared_.info[at];
         const int t = key % 8 / 2, column = key / 8 * 2 + key % 2;
-        const auto leads = [] { return ptx::fresh_lane() % ExactRows<C>::kLanes == 0; };
-        const auto row = rows.load_keys(key, there);
-        rows.store_row(shared_.k[rings_.k().at()], key, row.parts.rest);
-        if (leads()) info.k_norm[t][column] = row.unit * p_.norm_factor;
-        const auto value = rows.load_values(key, there);
-        top = fmaxf(top, value.unit);
-        if (leads()) info.v_norm[t][column] = value.unit;
-        if (value.poison) {
+        top = fmaxf(top, row.unit);
+        if (leads()) info.v_norm[t][column] = row.unit;
+        if (row.poison) {
           const int block = C::kBlocks == 1 ? 0 : ptx::fresh_lane() / (C::kWidth / 8);
           atomicOr(&info.poison[block][t], 1u << column);
           atomicOr(&info.facts.flags, kPoison);
@@ -111,15 +111,13 @@ template <class C> class Expander {
         atomicMin(reinterpret_cast<uint32_t*>(&shared_.info[at].facts.most), bits_of(kMostWeight / top));
       publish_keys();
       acquire(shared_.k_empty, rings_.k());
-      rows.for_each([&](int key, bool there) {
-        rows.store_row(shared_.k[rings_.k().at()], key, rows.load_keys(key, there).parts.high);
-      });
+      rows.for_each_key(
+          [&](int key, const auto& row) { rows.store_row(shared_.k[rings_.k().at()], key, row.parts.high); });
       publish_keys();
       const auto values = rings_.v(1);
       acquire(shared_.v_empty, values);
-      rows.for_each([&](int key, bool there) {
-        rows.store_row(shared_.v[values.at()], key, rows.load_values(key, there).parts.high);
-      });
+      rows.for_each_value(
+          [&](int key, const auto& row) { rows.store_row(shared_.v[values.at()], key, row.parts.high); });
       publish(shared_.v_full[values.at()]);
     });
   }

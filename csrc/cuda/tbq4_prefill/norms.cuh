@@ -22,6 +22,33 @@ __device__ __forceinline__ void take_poison(LaneNorms<C>& norms, uint32_t there,
     poison[i % C::kBlocks] |= static_cast<uint32_t>(bad) << i / C::kBlocks;
   }
 }
+// Norms of values, if they are not too different, become factors of values, below 2 and exact; else 1, or nothing of
+// head dim 256. Returns what all weights of the tile are multiplied by then, or 0.
+template <class C> __device__ __forceinline__ float share_unit(LaneNorms<C>& norms, uint32_t there) {
+  constexpr int kCount = C::kLaneKeys * C::kBlocks;
+  constexpr float kLeastShare = 1 / 64.f;  // of weights times norms at 2^7, all weights stay below kMostWeight
+  float x[kCount], top = kLeastNorm, low = kInf;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    x[i] = there >> i / C::kBlocks & 1 ? half_to_float(norm_of<C>(norms, i)) : 0;
+    top = fmaxf(top, fabsf(x[i]));
+    low = fminf(low, x[i] == 0 ? kInf : fabsf(x[i]));
+  }
+  top = float_of(__reduce_max_sync(~0u, bits_of(top)));  // of positive numbers the bits have the same order
+  low = float_of(__reduce_min_sync(~0u, bits_of(low)));
+  const bool even = low >= top * kLeastShare;
+  const FloatUnit scaled(top);  // to 2^10 to 2^11
+  constexpr float kDown = 0x1p-10f;
+#pragma unroll
+  for (int i = 0; i < kCount; i += 2) {
+    const float inverse = scaled.inverse * kDown;
+    if (even)
+      norms[i / 2] = ptx::pack<Float16>(x[i] * inverse, x[i + 1] * inverse);
+    else if (C::kBlocks == 1)
+      norms[i / 2] = 0x3c003c00;
+  }
+  return even ? scaled.unit / kDown * kLevelUnit<C::kWidth> : 0;
+}
 // What a key's scores or weights are multiplied by, `scale` included. Of head dim 256, `norms` become what is left for
 // its values. Returns the largest length.
 template <class C>

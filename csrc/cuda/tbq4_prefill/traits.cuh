@@ -21,7 +21,7 @@ struct RowScale {
   float reach;  // length(q) * scale
 };
 
-inline constexpr float kMostWeight = 1 << 15;  // times its norm, in fp16
+inline constexpr float kMostWeight = 65504;    // times its norm, in fp16
 inline constexpr float kLeastNorm = 0x1p-24f;  // shorter values count as that long
 inline constexpr int kTileRows = 128;          // query rows of a CTA at a time
 
@@ -33,6 +33,8 @@ inline constexpr uint32_t kRest = 8;         // the K buffer holds what fp16 lef
 inline constexpr uint32_t kPoison = 32;      // some value is NaN
 inline constexpr uint32_t kIncomplete = 16;  // some of the keys are on no page
 inline constexpr uint32_t kFinish = 64;      // of some row, scores are more than products, norms and page offsets
+
+inline constexpr uint32_t kUneven = 128;  // the norms of values are too different to be part of fp16 values
 
 // What is known of the tile in a K buffer. A thread's columns 8 j + 2 t + e are neighbours here, at 2 j + e of row t,
 // rows are padded against bank conflicts.
@@ -48,6 +50,7 @@ template <int kTileK> struct alignas(16) KeyTile {
     uint32_t flags;
     int first;   // its first key
     float most;  // of weights before norms, so that fp16 holds their products with the largest v_norm
+    float unit;  // log2 of what all weights are multiplied by; without kUneven it stands for their norms
   } facts;
 };
 
@@ -195,7 +198,7 @@ struct Params {
   Schedule schedule;
   AttentionTbq4Params call;
   ScoreRule rule;
-  Divisor page_size;
+  Divisor page_size, exact_page_size;
   LevelBytes levels;
   float norm_factor;                 // part of the keys' norms: from products to scores in base 2
   const RowScale* rows;              // (token, head)
@@ -210,6 +213,19 @@ struct Params {
 // A query's number in the order of the scratch.
 __device__ __forceinline__ int64_t row_of(const Params& p, const Tile& tile, int query, int head) {
   return (int64_t{tile.batch} * p.schedule.q_len + tile.q_begin + query) * p.call.query.q_heads + head;
+}
+
+// Where the exact pool has a key; page -1 where it has not.
+struct PoolPlace {
+  int64_t page;
+  int slot;
+};
+__device__ __forceinline__ PoolPlace find_in_pool(const Params& p, const Tile& tile, int key) {
+  const KvView& pool = p.call.kv.exact;
+  const int at = p.exact_page_size.quotient(key);
+  if (at >= pool.max_pages) return {-1, 0};
+  const int64_t page = pool.block_table(tile.sequence, at);
+  return {page < pool.num_pages ? page : -1, key - at * static_cast<int>(p.exact_page_size.value)};
 }
 
 // Tiles of keys of which some row reads some from the exact pool: [first, lead) and [recent, end) of a tile of rows.
