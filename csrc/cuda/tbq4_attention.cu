@@ -13,9 +13,9 @@
 namespace flashq::cuda {
 namespace {
 
-constexpr int64_t kMaxCtas = 192;                  // one for each multiprocessor: GPUs have at most so many
-constexpr int kLeastUnits = 2;                     // of a warp: fewer would cost the merge more than they save
-constexpr int kItemUnits = 1;                      // the start of an item takes about as long as a tile
+constexpr int64_t kMaxCtas = 192;  // one for each multiprocessor: GPUs have at most so many
+constexpr int kLeastUnits = 2;     // of a warp: fewer would cost the merge more than they save
+constexpr int kMostClusterWarps = 8;
 constexpr int64_t kWholeItem = 512;                // tokens: up to here no item is split
 constexpr double kMostRows = 0x1p32 - 1;           // of a plane, where rows are counted in 32 bits
 constexpr int64_t kWholeUnit = 1 << 30;            // tokens of a unit that nothing exceeds
@@ -33,11 +33,12 @@ int row_tiles(const AttentionTbq4Params& p) {
   return rows > 8 || (packed && p.kv_chunk > 0) ? most : 1;
 }
 
+// Of a sequence.
+int64_t most_queries(const QueryView& q) { return q.cu_seqlens_q.given() ? q.total_tokens : q.q_len; }
 // Of an item.
 int most_rows(const AttentionTbq4Params& p) {
   const QueryView& q = p.query;
-  const int64_t tokens = q.cu_seqlens_q.given() ? q.total_tokens : q.q_len;
-  return static_cast<int>(min_of<int64_t>(tokens * (q.q_heads / q.kv_heads), row_tiles(p) * 8));
+  return static_cast<int>(min_of<int64_t>(most_queries(q) * (q.q_heads / q.kv_heads), row_tiles(p) * 8));
 }
 
 // CTAs of a cluster that computes an item and merges its partial results, so that one launch does it all; 0 where that
@@ -54,6 +55,13 @@ int choose_cluster(const AttentionTbq4Params& p, int most, int64_t ctas, bool ex
   return keys <= kShort * cluster ? cluster : 0;
 }
 
+// How many tiles the start of an item takes as long as, for a warp that does it alone.
+int item_units(const AttentionTbq4Params& p) {
+  constexpr double kStart = 3.5, kRow = .6;                 // us
+  const double tile = p.query.head_dim == 256 ? 1.1 : 1.5;  // us
+  return static_cast<int>(min_of((kStart + kRow * most_rows(p)) / tile + .5, double{kMostItemUnits}));
+}
+
 SplitConfig split_config(const AttentionTbq4Params& p, int64_t workers, bool cluster) {
   const int64_t capacity = min_of(kv_capacity(p.kv), kMostTokens), rows = row_tiles(p) * 8;
   int64_t unit = 4096 / p.query.head_dim;  // a warp's tile
@@ -68,7 +76,9 @@ SplitConfig split_config(const AttentionTbq4Params& p, int64_t workers, bool clu
           .block_rows = Divisor(rows),
           .workers = static_cast<int32_t>(workers),
           .least_units = whole ? 1 : kLeastUnits,
-          .item_units = whole ? 0 : kItemUnits,
+          .item_units = whole     ? 0
+                        : cluster ? 1
+                                  : item_units(p),
           .unit_is_split = whole};
 }
 
@@ -80,15 +90,40 @@ int64_t most_shares(const AttentionTbq4Params& p) {
   return static_cast<int64_t>(min_of(units + 1, 0x1p30));
 }
 
+bool has_exact(const Tbq4View& kv) { return kv.exact.k != nullptr && (kv.exact_first > 0 || kv.exact_last > 0); }
+
+// Warps that share the exact tokens of 8 rows. Not more with more queries: a row's bits must not depend on them.
+int exact_parts(const Tbq4View& kv) {
+  constexpr int kMostParts = 8;
+  constexpr int64_t kGroups = 8;  // of 16 tokens, of a warp
+  const int64_t groups = ceil_div(kv.exact_first, 16) + ceil_div(kv.exact_last, 16) + 2;
+  int parts = 1;
+  while (parts < kMostParts && parts * kGroups < groups) parts *= 2;
+  return parts;
+}
+
+// CTAs that compute exact tokens only: a warp has about as many tasks as it can do while the others stream.
+int choose_exact_ctas(const AttentionTbq4Params& p, int64_t tasks, const CodeLaunch& how) {
+  constexpr double kFixed = 12, kBytes = 3.4e6, kTask = 32;  // us of a call, bytes of the cache a us, us of a task
+  const double values =
+      static_cast<double>(p.query.batch * p.query.kv_heads * p.query.head_dim) * static_cast<double>(kv_capacity(p.kv));
+  const double each = max_of((kFixed + values / kBytes) / kTask, 1.) * how.warps;
+  const auto wanted = static_cast<int64_t>(min_of(static_cast<double>(tasks) / each, 0x1p30)) + 1;
+  return static_cast<int>(min_of<int64_t>(wanted, max_of(how.ctas / 4, 1)));
+}
+
 // Slots (slots.cuh), their states before their values.
 struct CodePartials {
+  int64_t exact;   // the first slot of exact tokens
   int64_t o, end;  // bytes from the scratch's start
 
   CodePartials(const AttentionTbq4Params& p, const SplitConfig& c) {
     constexpr double kMost = 0x1p50;  // no allocator has it, and the sums below do not overflow
     const auto items = static_cast<double>(most_items(p.query, c.block_rows.value));
-    const double bound =
+    const double codes =
         c.unit_is_split ? items * static_cast<double>(ceil_div(c.capacity, c.unit.value)) : 2.0 * c.workers + items;
+    const double bound = codes + (has_exact(p.kv) ? items * exact_parts(p.kv) : 0);
+    exact = static_cast<int64_t>(min_of(codes, kMost));
     const auto slots = static_cast<int64_t>(min_of(bound, kMost));
     o = round_up(slots * c.block_rows.value * static_cast<int64_t>(sizeof(SoftmaxState<Binary>)), 64);
     end = bound > kMost ? int64_t{1} << 60 : o + slots * c.block_rows.value * p.query.head_dim * 4;
@@ -129,7 +164,8 @@ Status refuse(const char* argument, const char* expected, int64_t got) {
 int64_t attention_tbq4_scratch_bytes(const AttentionTbq4Params& p, const Launch&) {
   if (p.query.total_tokens == 0 || p.query.q_heads == 0) return 0;
   // The device is not known here: enough for the most multiprocessors and warps.
-  const int64_t partials = CodePartials(p, split_config(p, kMaxCtas * kMostCodeWarps, false)).end;
+  const int64_t workers = kMaxCtas * most_code_warps(p.query.head_dim, row_tiles(p));
+  const int64_t partials = CodePartials(p, split_config(p, workers, false)).end;
   return tbq4_prefill_wants(p) ? max_of(partials, tbq4_prefill_scratch_bytes(p)) : partials;
 }
 
@@ -152,18 +188,32 @@ Status tbq4_attention(const AttentionTbq4Params& p, const Launch& launch) {
   const bool whole_groups =
       kv.page_size % 16 == 0 && widest_vector(codes | norms) == kVectorBytes && plane_rows < kMostRows;
   SharedPlan plan{};
-  const bool exact = kv.exact.k != nullptr && (kv.exact_first > 0 || kv.exact_last > 0);
+  const bool exact = has_exact(kv);
   const bool clusters = device.arch >= 90 && runs_code_of_90(launch.device);
   const int cluster = choose_cluster(p, clusters ? kMostCodeCluster : 1, how.ctas, exact);
-  if (!choose_warps(p.query.head_dim, kMostCodeWarps, rows, kv.k_offsets != nullptr, device.shared_bytes, how, plan))
+  // Of a short context more warps have too little to do each.
+  const int most_warps = cluster > 0 ? kMostClusterWarps : most_code_warps(p.query.head_dim, how.tiles);
+  if (!choose_warps(p.query.head_dim, most_warps, rows, kv.k_offsets != nullptr, device.shared_bytes, how, plan))
     return refuse("device", "a GPU with 96 KiB of shared memory for a block", device.shared_bytes);
   if (cluster > 0) {
     how.ctas = static_cast<int>(most_items(p.query, how.tiles * 8)) * cluster;
   } else if (const int64_t shares = most_shares(p); shares < int64_t{how.ctas} * how.warps) {
     how.warps = static_cast<int>(max_of<int64_t>(ceil_div(shares, how.ctas), 1));  // not all of them in a few CTAs
   }
-  const SplitConfig split = split_config(p, int64_t{how.ctas} * how.warps, cluster > 0);
-  if (!fits_plan(p, split.capacity, split.unit.value, split.block_rows.value))
+  const int parts = exact ? exact_parts(kv) : 0;
+  const int64_t group = p.query.q_heads / p.query.kv_heads, item_rows = how.tiles * 8;
+  const int64_t eights = ceil_div(min_of(group, item_rows), 8);
+  const int64_t touched = item_rows % group == 0 ? item_rows / group : ceil_div(item_rows - 1, group) + 1;
+  const int64_t queries = min_of(touched, most_queries(p.query));
+  const int64_t exact_tasks = most_items(p.query, item_rows) * queries * eights * parts;
+  int code_ctas = how.ctas;
+  if (exact) {
+    const int exact_ctas = choose_exact_ctas(p, exact_tasks, how);
+    code_ctas = max_of(how.ctas - exact_ctas, 1);
+    how.ctas = code_ctas + exact_ctas;
+  }
+  const SplitConfig split = split_config(p, int64_t{code_ctas} * how.warps, cluster > 0);
+  if (!fits_plan(p, split.capacity, split.unit.value, split.block_rows.value) || exact_tasks > INT32_MAX)
     return refuse("q", "fewer query tokens times keys", p.query.total_tokens);
   const CodePartials layout(p, split);
   auto* const scratch = static_cast<char*>(p.scratch);
@@ -182,6 +232,12 @@ Status tbq4_attention(const AttentionTbq4Params& p, const Launch& launch) {
                           .cluster_ctas = cluster,
                           .cluster_shift = std::countr_zero(static_cast<unsigned>(max_of(cluster, 1))),
                           .rows = rows,
+                          .code_ctas = code_ctas,
+                          .exact_slot = static_cast<int32_t>(layout.exact),
+                          .exact_queries = static_cast<int32_t>(queries),
+                          .exact_eights = static_cast<int32_t>(eights),
+                          .exact_parts = parts,
+                          .exact_tasks = static_cast<int32_t>(exact_tasks),
                           .page_scores = kv.k_offsets != nullptr && whole_groups,
                           .whole_groups = whole_groups,
                           .wide_codes = widest_vector(codes) == kVectorBytes,

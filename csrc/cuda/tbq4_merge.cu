@@ -1,15 +1,16 @@
-// The second kernel of tbq4_attention: the partial results of each item, merged in split order, the keys of the exact
-// pool, and the rotation back.
+// The second kernel of tbq4_attention: the partial results of each item, merged in split order and rotated back, and
+// then those of the exact pool's keys, which were never rotated.
 //
 // As in decode_merge.cu the plan is made once more from the lengths, and groups of threads fold runs of neighbouring
 // partials of a row; which run a partial belongs to depends on their number alone. A group is as many threads as a
 // block has fours of columns, so rotating is a matter of neighbouring lanes.
+#include "cuda/decode/merge_rows.cuh"
 #include "cuda/decode/partial_list.cuh"
 #include "cuda/ptx/dependent_launch.cuh"
-#include "cuda/tbq4_attention/exact_tokens.cuh"
 #include "cuda/tbq4_attention/merge.h"
 #include "cuda/tbq4_attention/rotation.cuh"
 #include "cuda/tbq4_attention/slots.cuh"
+#include "cuda/tbq4_attention/tile.cuh"
 
 namespace flashq::cuda {
 namespace {
@@ -18,7 +19,6 @@ constexpr int kMostThreads = 512;    // of a block
 constexpr int kBatch = 9;            // partials in flight of a thread
 constexpr int64_t kRun = 8;          // partials of a group: with more of them, more groups share a row
 constexpr int64_t kChunkGroups = 8;  // with kv_chunk: a row's bits must not depend on its batch mates
-constexpr int64_t kExactGroups = 8;  // at least, where there are exact tokens
 constexpr int64_t kMaxRowBlocks = 64;
 
 // Items that one worker has whole have a slot too.
@@ -62,8 +62,8 @@ __device__ __forceinline__ RowPart fold_partials(const Partials& partials, const
 }
 
 // gridDim (items at most, row blocks, blocks of a row). `groups` work on a row, a power of two of them; a block has
-// those of several rows, but of one where there are exact tokens.
-template <int D, bool kExact> __global__ void __launch_bounds__(kMostThreads, 1)
+// those of several rows.
+template <int D> __global__ void __launch_bounds__(kMostThreads, 1)
     merge_codes_kernel(const __grid_constant__ CodeParams p, const int groups) {
   constexpr int kWidth = CodeTile<D>::kWidth, kLanes = kWidth / 4;
   __shared__ RowPart parts[kMostThreads];
@@ -85,30 +85,18 @@ template <int D, bool kExact> __global__ void __launch_bounds__(kMostThreads, 1)
   for (int first = static_cast<int>(blockIdx.y) * rows; first < item.rows;
        first += static_cast<int>(gridDim.y) * rows) {
     const int row = min_of(first + own, item.rows - 1);
-    RowPart exact;
-    if constexpr (kExact) {
-      __shared__ float scores[kExactBatch];
-      __shared__ int pages[kExactBatch];
-      const ExactTokens tokens(p, segment, p.split.group.quotient(item.first_row + row));
-#pragma unroll 1
-      for (int token = 0; token < tokens.count; token += kExactBatch) {
-        __syncthreads();
-        find_exact(p, segment.sequence.batch, tokens, token, pages);
-        __syncthreads();
-        with_type(p.call.query.dtype, [&](auto type) {
-          score_exact<decltype(type), D>(p, segment, item, row, tokens, token, pages, scores);
-        });
-        __syncthreads();
-        with_type(p.call.query.dtype, [&](auto type) {
-          exact.merge_with(weigh_exact<decltype(type)>(p, item, tokens, token, group, groups, d, pages, scores));
-        });
-      }
-      rotate_fours<kWidth, false>(exact.o);
-    }
     if (!waited) ptx::wait_for_primary();
     waited = true;
     RowPart sum = fold_partials(p.partials, list, begin, min_of(list.count, begin + run), row, d);
-    if constexpr (kExact) sum.merge_with(exact);
+    RowPart exact;
+    if (p.exact && group == 0) {
+#pragma unroll 1
+      for (int part = 0; part < p.exact_parts; ++part) {
+        const int slot = slot_of_exact(p, static_cast<int>(blockIdx.x), part);
+        exact.merge_with(
+            {p.partials.state(slot, row), *reinterpret_cast<const float4*>(p.partials.row(slot, row) + d)});
+      }
+    }
     // A tree over the groups of a row: neighbours first.
 #pragma unroll 1
     for (int step = 1; step < groups; step *= 2) {
@@ -118,6 +106,7 @@ template <int D, bool kExact> __global__ void __launch_bounds__(kMostThreads, 1)
       if ((group & (2 * step - 1)) == 0) sum.merge_with(parts[static_cast<int>(threadIdx.x) + step * kLanes]);
     }
     rotate_fours<kWidth, true>(sum.o);
+    sum.merge_with(exact);
     if (group == 0 && first + own < item.rows) finish_part(p.call, p.split, segment, item, row, d, sum);
   }
   if (!waited) ptx::wait_for_primary();
@@ -129,19 +118,15 @@ template <int D> void launch_merge(const CodeParams& p, const Device& device, co
   constexpr int64_t most = kMostThreads / kLanes;  // groups of a block
   // Of the mean number of partials of an item, not that of the longest one.
   const int64_t partials = p.split.unit_is_split ? 1 : ceil_div(p.split.workers, items) + 1;
-  int64_t groups = p.exact ? kExactGroups : 1;
+  int64_t groups = 1;
   while (groups < most && groups * kRun < partials) groups *= 2;
   if (p.call.kv_chunk > 0) groups = kChunkGroups;
-  const int64_t rows = p.exact ? 1 : clamp(most / groups, 1, p.rows);
+  const int64_t rows = clamp(most / groups, 1, p.rows);
   const int64_t threads = round_up(rows * groups * kLanes, 32);
   const dim3 grid(static_cast<unsigned>(items), static_cast<unsigned>(min_of(ceil_div(p.rows, rows), kMaxRowBlocks)),
                   static_cast<unsigned>(CodeTile<D>::kBlocks));
-  if (p.exact)
-    launch_overlapping(merge_codes_kernel<D, true>, grid, static_cast<int>(threads), 0, device, launch, p,
-                       static_cast<int>(groups));
-  else
-    launch_overlapping(merge_codes_kernel<D, false>, grid, static_cast<int>(threads), 0, device, launch, p,
-                       static_cast<int>(groups));
+  launch_overlapping(merge_codes_kernel<D>, grid, static_cast<int>(threads), 0, device, launch, p,
+                     static_cast<int>(groups));
 }
 
 }  // namespace

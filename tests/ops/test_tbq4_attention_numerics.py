@@ -159,6 +159,33 @@ def test_poisoned_norms_reach_the_rows_that_see_them(dim: int, value: float, bac
         assert out[1:][..., ~bad].isfinite().all()
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("plane", ["k", "v"])
+def test_poison_of_the_exact_pool_reaches_the_rows_that_read_it(dim: int, plane: str) -> None:
+    """Queries 0, 1 and 2 share a tile of rows. Query i reads keys 0 to 3 and 90 + i to 97 + i exactly."""
+    q, cache = randn(3, 2, dim, seed=3).half(), encode(randn(100, dim), randn(100, dim, seed=1))
+    pool = [randn(5, 20, 1, dim, seed=seed).half() for seed in (4, 5)]
+    table = torch.arange(5, dtype=torch.int32)[None]
+
+    def attend_exactly() -> tuple[Tensor, Tensor]:
+        options = {"exact_first": 4, "exact_last": 8, "exact_block_table": table}
+        return attend(q, cache, torch.device("cuda"), exact_k=pool[0], exact_v=pool[1], **options)
+
+    true_out, true_lse = attend_exactly()
+    for token, readers in ((2, [0, 1, 2]), (90, [0]), (91, [0, 1]), (98, [1, 2]), (99, [2])):
+        values = pool["kv".index(plane)][token // 20, token % 20, 0]
+        kept = values[7].clone()
+        values[7] = float("nan")
+        out, lse = attend_exactly()
+        values[7] = kept
+        others = [i for i in range(3) if i not in readers]
+        assert torch.equal(out[others], true_out[others])
+        assert torch.equal(lse[:, others], true_lse[:, others])
+        assert out[readers][..., 7].isnan().all()
+        assert lse[:, readers].isnan().all() if plane == "k" else torch.equal(lse, true_lse)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_poisoned_query_is_nan_alone(value: float, backend: torch.device) -> None:
     cache = encode(randn(100, 128), randn(100, 128, seed=1))

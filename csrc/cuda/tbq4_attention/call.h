@@ -23,6 +23,10 @@ struct CodeParams {
   Divisor row_blocks;                   // items of a KV head of a sequence, where clusters compute them
   int32_t cluster_ctas, cluster_shift;  // CTAs of a cluster, and their logarithm; 0: none
   int32_t rows;                         // that an item has at most
+  int32_t code_ctas;                    // that stream codes; those behind them have exact tokens
+  int32_t exact_slot;                   // the first slot of exact tokens
+  int32_t exact_queries, exact_eights;  // query tokens of an item at most, and eights of the rows of one
+  int32_t exact_parts, exact_tasks;     // warps that share eight rows, a power of two; and those of all items
   bool page_scores;                     // there are offsets, and 16 tokens from a multiple of 16 have one of them
   bool whole_groups;  // 16 tokens from a multiple of 16 lie on one page, and all of it can be copied in 16-byte pieces
   bool wide_codes;    // so can the codes of a token,

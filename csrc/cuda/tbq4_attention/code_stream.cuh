@@ -28,7 +28,7 @@ __device__ __forceinline__ PlaneRow plane_row(const CodeParams& p, int sequence,
   return {page, (page * p.call.query.kv_heads + kv_head) * kv.page_size + slot};
 }
 
-template <int D, int kTiles> class CodeStream {
+template <int D> class CodeStream {
   using Tile = CodeTile<D>;
   static constexpr int kLanes = 32 / Tile::kGroups;                // that copy the same 16 tokens
   static constexpr int kNormChunks = 16 * Tile::kBlocks * 2 / 16;  // of 16 tokens
@@ -37,18 +37,17 @@ template <int D, int kTiles> class CodeStream {
  public:
   // mine.loaded.segment is the first one.
   __device__ __forceinline__ CodeStream(const CodeParams& p, CodeSegments& mine, unsigned char* memory)
-      : mine_(mine), memory_(memory), kept_(p, mine, memory) {
-    kept_.pin();
+      : mine_(mine), memory_(memory), own_(p, mine, memory) {
+    own_.pin();
   }
 
   // Starts the copy of this warp's next tile to a slot. Past the last tile it only ends a group of copies.
   __device__ __forceinline__ void load_next(const CodeParams& p, uint32_t slot) {
     if (ready_ == 0) [[unlikely]]
       refill(p, slot);
-    const Pieces own = pieces(p);
-    copy(own, slot);
+    copy(slot);
     --ready_;
-    row_ = next_row(own);
+    row_ = next_row();
     ptx::cp_async_commit();
   }
 
@@ -79,11 +78,8 @@ template <int D, int kTiles> class CodeStream {
       asm volatile("" : "+r"(to), "+r"(norms_to), "+r"(rows_at));
     }
   };
-  __device__ __forceinline__ Pieces pieces(const CodeParams& p) const {
-    return kTiles == 1 ? kept_ : Pieces(p, mine_, memory_);  // of two tiles there are no registers left for them
-  }
-  __device__ __forceinline__ uint32_t next_row(const Pieces& pieces) const {
-    return load<uint32_t>(memory_ + pieces.rows_at + (kBatch - ready_) * (Tile::kGroups * 4));
+  __device__ __forceinline__ uint32_t next_row() const {
+    return load<uint32_t>(memory_ + own_.rows_at + (kBatch - ready_) * (Tile::kGroups * 4));
   }
 
   // The next tiles: looks up where they lie, or loads one whose tokens have to be looked up one by one.
@@ -96,7 +92,7 @@ template <int D, int kTiles> class CodeStream {
     ready_ = whole_groups && left > 0 ? (left - 1) % kBatch + 1 : 1;
     look_up(p, left, whole_groups);
     if (!whole_groups && left > 0) copy_scattered(p, mine_, memory_, next_token(left), slot);
-    row_ = next_row(pieces(p));
+    row_ = next_row();
   }
 
   // To the next segment; how many tiles it has: at least one, even if it sees no token, or none behind the last.
@@ -120,25 +116,30 @@ template <int D, int kTiles> class CodeStream {
   }
 
   // Where the groups of 16 tokens of the next tiles lie, up to a multiple of kBatch from the segment's end: tables are
-  // read once for many tiles, and only where a token is seen.
+  // read once for many tiles, and only where a token is seen. Offsets of their pages are on their way from here on.
   __device__ __forceinline__ void look_up(const CodeParams& p, int left, bool whole_groups) {
     const int lane = ptx::fresh_lane();
     const int token = next_token((left + kBatch - 1) / kBatch * kBatch) + lane * 16;
     const ItemRows& item = mine_.loaded.item;
     const bool wanted = whole_groups && left > 0 && token < item.end && token + 16 > item.begin;
-    const int64_t row = wanted ? plane_row(p, mine_.loaded.segment.sequence.batch, item.kv_head, token).row : -1;
+    const PlaneRow at =
+        wanted ? plane_row(p, mine_.loaded.segment.sequence.batch, item.kv_head, token) : PlaneRow{-1, -1};
+    const int64_t row = at.row;
     __syncwarp();
     mine_.rows[lane] = static_cast<uint32_t>(row);  // fewer than 2^32 - 1
     if (wanted && row < 0) mine_.lose();
+    if (row >= 0 && p.call.kv.k_offsets) [[unlikely]] {
+#pragma unroll
+      for (int d = 0; d < D; d += 64) ptx::prefetch_l2(offset_of_page(p, at.page, item.kv_head) + d);
+    }
     __syncwarp();
   }
 
-  __device__ __forceinline__ void copy(const Pieces& own, uint32_t slot) const {
+  __device__ __forceinline__ void copy(uint32_t slot) const {
     const bool there = row_ != kNowhere;
-    const uint8_t *const k = own.k_from + uint64_t{row_} * Tile::kTokenBytes, *const v =
-                                                                                  own.v_from +
-                                                                                  uint64_t{row_} * Tile::kTokenBytes;
-    const uint32_t to = own.to + slot;
+    const uint8_t* const k = own_.k_from + uint64_t{row_} * Tile::kTokenBytes;
+    const uint8_t* const v = own_.v_from + uint64_t{row_} * Tile::kTokenBytes;
+    const uint32_t to = own_.to + slot;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       // i * kLanes chunks are other bits of the place than those in to_, so their exchanges can be combined.
@@ -147,8 +148,8 @@ template <int D, int kTiles> class CodeStream {
       ptx::cp_async_16_if(there, at, k + i * kLanes * 16);
       ptx::cp_async_16_if(there, at + Tile::kBytes, v + i * kLanes * 16);
     }
-    ptx::cp_async_16_if(there && own.norms_to != 0, own.norms_to + slot,
-                        own.norms_from + uint64_t{row_} * (Tile::kBlocks * 2));
+    ptx::cp_async_16_if(there && own_.norms_to != 0, own_.norms_to + slot,
+                        own_.norms_from + uint64_t{row_} * (Tile::kBlocks * 2));
   }
 
   // Tokens looked up one by one, 16-bit loads and stores of norms, all without running ahead.
@@ -202,7 +203,7 @@ template <int D, int kTiles> class CodeStream {
 
   CodeSegments& mine_;
   unsigned char* memory_;  // shared
-  Pieces kept_;
+  Pieces own_;
   uint32_t row_ = kNowhere;  // of the next tile
   int ready_ = 0;            // tiles that have been looked up
 };

@@ -4,9 +4,10 @@
 // nothing of the others. Outputs stay rotated until partial results have been merged, and norms multiply scores and
 // weights, so that a value costs one table read for two. Codes are the left operands of mma.m16n8k16, rows are columns:
 //   S^T (16 tokens, 8 rows) = C_k (16, block) Q'^T (block, 8),   O'^T (block, 8) += C_v^T (block, 16) P^T (16, 8).
-// Keys of the exact pool are left out: the merge adds them (tbq4_merge.cu).
+// Keys of the exact pool are left out: other blocks compute them (exact_tokens.cuh).
 #pragma once
 #include "cuda/ptx/dependent_launch.cuh"
+#include "cuda/tbq4_attention/exact_tokens.cuh"
 #include "cuda/tbq4_attention/launch.h"
 #include "cuda/tbq4_attention/results.cuh"
 #include "cuda/tbq4_attention/scores.cuh"
@@ -20,7 +21,7 @@ template <int D, int kTiles> class CodeKernel : CodeWarp<D, kTiles> {
   using Base = CodeWarp<D, kTiles>;
   using Base::p_, Base::shared_, Base::mine_, Base::tiles_;
   using Base::page_scores, Base::score_entries, Base::score_scattered;
-  using Base::scales_of, Base::keep_scales, Base::rotate_queries;
+  using Base::scales_of, Base::rotate_queries;
   using Base::warp, Base::worker, Base::begin_segment, Base::first_token, Base::find_hidden;
   using Tile = CodeTile<D>;
   using Weights = TileWeights<D, kTiles>;
@@ -54,7 +55,11 @@ template <int D, int kTiles> class CodeKernel : CodeWarp<D, kTiles> {
       }
       __syncwarp();
     }
-    CodeStream<D, kTiles> stream(p_, mine_, shared_);
+    if (p_.exact && static_cast<int>(blockIdx.x) >= p_.code_ctas) {
+      attend_exact<D>(p_);
+      return;
+    }
+    CodeStream<D> stream(p_, mine_, shared_);
     const uint32_t ring = kPairTableBytes + warp() * kRingBytes<D>, last_slot = ring + (kStages - 1) * Tile::kSlotBytes;
     uint32_t slot = ring;  // of the next tile to load, and then of the one to compute
     Queries<D, kTiles> q;
@@ -95,11 +100,9 @@ template <int D, int kTiles> class CodeKernel : CodeWarp<D, kTiles> {
       const int from = rotate_queries(first);
       if (first) __syncthreads();
       q.read(queries_of_warp<D, kTiles>(shared_, from), scales_of(from), mine_.item.rows);
-      if constexpr (kTiles > 1) keep_scales(scales_of(from));
       if (first) __syncthreads();
       if (tiles_ == 0) break;
       publish(mine_.rests, false);
-      if constexpr (kTiles > 1) publish(mine_.reach, q.reach);
       state.clear();
 #pragma unroll
       for (int i = 0; i < kTiles * kAcc * 4; ++i) acc[i / 4 / kAcc][i / 4 % kAcc][i % 4] = 0;
@@ -153,31 +156,33 @@ template <int D, int kTiles> class CodeKernel : CodeWarp<D, kTiles> {
     uint32_t hidden = 0;
     if (!clear) [[unlikely]] {
       hidden = find_hidden(mine_.complete);
+      constexpr uint32_t kAllHidden = ~0u >> (32 - Tile::kPerLane * 2 * kTiles);
+      if (__all_sync(~0u, hidden == kAllHidden)) return;
       constexpr uint32_t kAllRows = (1u << 2 * kTiles) - 1;
 #pragma unroll
       for (int i = 0; i < Weights::kNorms; ++i)
         if ((hidden >> (i / Tile::kBlocks * 2 * kTiles) & kAllRows) == kAllRows) norm.k[i] = norm.v[i] = 0;
     }
     float s[Tile::kProducts][kTiles][4] = {};
-    if (!__any_sync(~0u, !(norm.largest() * reach_of(q) <= kReachOfQuery<D>))) [[likely]]
+    if (!__any_sync(~0u, !(norm.largest() * q.reach <= kReachOfQuery<D>))) [[likely]]
       multiply_keys<false>(keys, k_at, q, nullptr, s);
     else
       multiply_with_rests(keys, k_at, q, norm, s);
 
+    Scores x;
+    Factors factor;
+    finish_scores(s, norm, q, x, factor);
     Weights weights;
 #pragma unroll 1
     for (bool raised = false;; raised = true) {
-      Scores x;
-      Factors factor;
-      finish_scores(s, norm, q, x, factor);
       bool raise;
       if (clear) [[likely]]
         raise = weights.template compute<false>(x, factor, norm.v, 0, state);
       else
-        raise = weights.template compute<true>(x, factor, norm.v, hidden, state);
+        raise = weights.template compute<true>(x, factor, norm.v, read_anew(hidden), state);
       if (!__any_sync(~0u, raise && !raised)) [[likely]]
         break;
-      Weights::raise_bases(x, factor, norm.v, hidden, state, acc);
+      Weights::raise_bases(x, factor, norm.v, read_anew(hidden), state, acc);
     }
 #pragma unroll
     for (int i = 0; i < 2 * kTiles; ++i) state.sum[i / 2][i % 2] += weights.sum[i / 2][i % 2];
@@ -230,8 +235,7 @@ template <int D, int kTiles> class CodeKernel : CodeWarp<D, kTiles> {
       publish(mine_.rests, true);
     }
     multiply_keys<true>(keys, k_at, q, rests, s);
-    if (__any_sync(~0u, !(norm.largest() * reach_of(q) <= kReachOfLevels)))
-      add_level_rests(shared_, k_at, lane4_, q, s);
+    if (__any_sync(~0u, !(norm.largest() * q.reach <= kReachOfLevels))) add_level_rests(shared_, k_at, lane4_, q, s);
   }
 
   __device__ __forceinline__ void add_values(uint32_t v_at, const Weights& weights,
@@ -267,10 +271,6 @@ template <int D, int kTiles> class CodeKernel : CodeWarp<D, kTiles> {
     }
   }
 
-  __device__ __forceinline__ float reach_of(const Queries<D, kTiles>& q) const {
-    return kTiles == 1 ? q.reach : mine_.reach;  // of two tiles there is no register left for it
-  }
-
   // Scores are x * factor.
   __device__ __forceinline__ void finish_scores(const float (&s)[Tile::kProducts][kTiles][4], const Norms& norm,
                                                 const Queries<D, kTiles>& q, Scores& x, Factors& factor) const {
@@ -286,12 +286,7 @@ template <int D, int kTiles> class CodeKernel : CodeWarp<D, kTiles> {
         }
       }
 #pragma unroll
-    for (int i = 0; i < 2 * kTiles; ++i) {
-      factor[i / 2][i % 2] = q.factor[i / 2][i % 2];
-      if constexpr (kTiles > 1)  // there are no registers left for them
-        factor[i / 2][i % 2] =
-            scales_of(warp())[min_of(i / 2 * 8 + ptx::fresh_lane() % 4 * 2 + i % 2, p_.rows - 1)].factor;
-    }
+    for (int i = 0; i < 2 * kTiles; ++i) factor[i / 2][i % 2] = q.factor[i / 2][i % 2];
     if (!p_.straight) [[unlikely]]
       add_offsets(x, factor);
   }
@@ -348,10 +343,14 @@ template <int D, int kTiles> class CodeKernel : CodeWarp<D, kTiles> {
         for (int i = 0; i < 4; ++i) x[j][n][i] = fmaf(x[j][n][i], factor[n][i % 2], part.s[n][i]);
     }
   }
-  // Keeps what follows from the lane's number in a register, if there are enough: else it is worked out again for every
-  // tile.
+  // What is made of it is made where it is used, not for every tile ahead of a loop that hardly needs it.
+  static __device__ __forceinline__ uint32_t read_anew(uint32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
+  }
+  // Keeps what follows from the lane's number in a register: else it is worked out again for every tile.
   static __device__ __forceinline__ uint32_t keep(uint32_t x) {
-    if constexpr (kTiles == 1) asm volatile("" : "+r"(x));
+    asm volatile("" : "+r"(x));
     return x;
   }
 
@@ -360,7 +359,8 @@ template <int D, int kTiles> class CodeKernel : CodeWarp<D, kTiles> {
 };
 
 template <int D, int kTiles>
-__global__ void __launch_bounds__(kMostCodeWarps * 32, 1) code_attention_kernel(const __grid_constant__ CodeParams p) {
+__global__ void __launch_bounds__(most_code_warps(D, kTiles) * 32, 1)
+    code_attention_kernel(const __grid_constant__ CodeParams p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   CodeKernel<D, kTiles>(p, shared).run();
 }

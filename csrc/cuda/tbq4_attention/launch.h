@@ -14,8 +14,8 @@ struct CodeLaunch {
 // Rows of an item: 16 cost less than twice what 8 do, but of D 256 their outputs do not fit the registers.
 inline constexpr int most_code_tiles(int64_t head_dim) { return head_dim == 256 ? 1 : 2; }
 
-// Warps of a CTA at most: two for each scheduler, with all the registers that a thread can have.
-inline constexpr int kMostCodeWarps = 8;
+// Warps of a CTA at most: three for each scheduler, or two where a thread needs all the registers that it can have.
+inline constexpr int most_code_warps(int64_t head_dim, int tiles) { return head_dim == 256 || tiles == 2 ? 8 : 12; }
 
 inline constexpr int kMostCodeCluster = 16, kPortableCodeCluster = 8;  // CTAs
 

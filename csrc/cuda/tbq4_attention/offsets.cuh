@@ -18,6 +18,18 @@ __device__ __forceinline__ Vector<uint32_t, 4> load_eight(const uint16_t* from, 
   return x;
 }
 
+// Eight values each, in loads that do not wait for one another.
+template <int kCount> __device__ __forceinline__ void load_eights(const uint16_t* const (&from)[kCount], bool wide,
+                                                                  Vector<uint32_t, 4> (&x)[kCount]) {
+  if (wide) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] = load<Vector<uint32_t, 4>>(from[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] = load_eight(from[i], true, false);
+  }
+}
+
 // For 16 pages: page[h] is page g + 8 h, or -1, and s[n][2 h + c] what it adds to the scores of row 8 n + 2 t + c. A
 // page's sums do not depend on its place. All lanes of a warp.
 template <int D, int kTiles> __device__ __forceinline__ void score_pages(const CodeParams& p, const Segment& segment,
@@ -26,6 +38,11 @@ template <int D, int kTiles> __device__ __forceinline__ void score_pages(const C
   using Tile = CodeTile<D>;
   constexpr int kWords = Tile::kWidth / 8;  // of a lane and block
   const int lane = ptx::fresh_lane(), g = lane / 4, t = lane % 4;
+  if (!__any_sync(~0u, page[0] >= 0 || page[1] >= 0)) {  // else there is a page 0, which the others may read
+#pragma unroll
+    for (int i = 0; i < kTiles * 4; ++i) s[i / 4][i % 4] = 0;
+    return;
+  }
   uint32_t q[kTiles][Tile::kBlocks][kWords];
   float unit[kTiles];  // of row 8 n + g
 #pragma unroll
@@ -56,19 +73,21 @@ template <int D, int kTiles> __device__ __forceinline__ void score_pages(const C
 #pragma unroll
   for (int b = 0; b < Tile::kBlocks; ++b)
 #pragma unroll
-    for (int i = 0; i < kWords; i += 4) {
-      Vector<uint32_t, 4> x[2];
+    for (int i = 0; i < kWords; i += 8) {
+      const uint16_t* from[4];
+      Vector<uint32_t, 4> x[4];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int column = b * Tile::kWidth + t * (Tile::kWidth / 4) + i * 2;
-        x[h] = load_eight(offset_of_page(p, max_of(page[h], 0), item.kv_head) + column, page[h] >= 0, p.wide_offsets);
-      }
+      for (int k = 0; k < 4; ++k)
+        from[k] = offset_of_page(p, max_of(page[k % 2], 0), item.kv_head) + b * Tile::kWidth + t * (Tile::kWidth / 4) +
+                  (i + k / 2 * 4) * 2;
+      load_eights(from, p.wide_offsets, x);
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const uint32_t a[4] = {x[0].value[2 * k], x[1].value[2 * k], x[0].value[2 * k + 1], x[1].value[2 * k + 1]};
+      for (int k = 0; k < 4; ++k) {
+        const auto pair = [&](int h, int w) { return page[h] >= 0 ? x[k / 2 * 2 + h].value[k % 2 * 2 + w] : 0; };
+        const uint32_t a[4] = {pair(0, 0), pair(1, 0), pair(0, 1), pair(1, 1)};
 #pragma unroll
         for (int n = 0; n < kTiles; ++n)
-          ptx::mma_16x8x16<Float16>(sum[k][n], a, q[n][b][i + 2 * k], q[n][b][i + 2 * k + 1]);
+          ptx::mma_16x8x16<Float16>(sum[k % 2][n], a, q[n][b][i + 2 * k], q[n][b][i + 2 * k + 1]);
       }
     }
 #pragma unroll

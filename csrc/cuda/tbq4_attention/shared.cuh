@@ -26,7 +26,6 @@ inline constexpr int kWaiting = 4;  // segments: with a tile each, the stream is
 struct CodeSegments : SegmentRows {  // of what it computes
   SegmentRows loaded, waiting[kWaiting];
   int entered, begun;  // segments, by the stream and by the arithmetic; behind the last there is one that is not given
-  float reach;         // of the queries: the largest length times the scale
   int left;            // tiles that the loaded segment had left when they were looked up last
   ClearTiles range;
   bool rests;         // what fp16 has left of the queries is there

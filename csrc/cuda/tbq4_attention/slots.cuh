@@ -2,7 +2,7 @@
 //
 // Where the plan's units are splits, unit u of an item has slot item_base + u. Else a worker has two: 2 * worker for
 // its first segment, and 2 * worker + 1 for its last, if that is another one. Items that one worker has whole follow,
-// each with a slot of its own.
+// each with a slot of its own, and then results of exact tokens, `exact_parts` for each item.
 #pragma once
 #include "cuda/tbq4_attention/call.h"
 
@@ -29,6 +29,11 @@ __device__ __forceinline__ int slot_of_whole(const AttentionParams& p, const Spl
 __device__ __forceinline__ int slot_of(const CodeParams& p, const Segment& s, int worker, bool first_segment) {
   if (p.split.unit_is_split) return s.item_base + s.lo;
   return s.whole() ? slot_of_whole(p.call, p.split, s) : 2 * worker + !first_segment;
+}
+
+// Of the plan's item `number`.
+__device__ __forceinline__ int slot_of_exact(const CodeParams& p, int number, int part) {
+  return p.exact_slot + number * p.exact_parts + part;
 }
 
 }  // namespace flashq::cuda

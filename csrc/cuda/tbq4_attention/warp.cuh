@@ -42,7 +42,7 @@ template <int D, int kTiles> class CodeWarp {
     const int behind = divide_down(end - clear_end + kTokens - 1, kTokens);
     const int count = mine_.complete ? max_of(divide_down(end - clear_begin, kTokens) - behind, 0) : 0;
     publish(mine_.range, ClearTiles{behind, count, end, 0});
-    if (p_.exact) [[unlikely]]
+    if (exact.lead_end > item.begin || exact.recent_begin < item.end) [[unlikely]]
       look_up_exact(exact);
   }
   // Which groups of 16 tokens the exact pool holds, of leading and recent ones: one wait for its table, not one for
@@ -68,14 +68,6 @@ template <int D, int kTiles> class CodeWarp {
   }
   __device__ __forceinline__ QueryScale* scales_of(int warp) const {
     return reinterpret_cast<QueryScale*>(shared_ + p_.at.states) + warp * p_.rows;
-  }
-  // In this warp's place, whose queries are with another one.
-  __device__ __forceinline__ void keep_scales(const QueryScale* from) const {
-    const int lane = ptx::fresh_lane();
-    const QueryScale scale = from[clamp(lane, 0, max_of(mine_.item.rows - 1, 0))];
-    __syncwarp();
-    if (lane < p_.rows) scales_of(warp())[lane] = scale;
-    __syncwarp();
   }
   // Rotates the queries of this warp's segment, or, `together`, the warps of a CTA those of all their segments, which
   // are of few items: neighbouring ones share theirs. Returns the warp that this one's queries are with.
@@ -117,13 +109,10 @@ template <int D, int kTiles> class CodeWarp {
     const int lane = ptx::fresh_lane(), g = lane / 4, t = lane % 4, first = p_.page_size.quotient(token);
     const ItemRows& item = mine_.item;
     const int64_t size = p_.page_size.value;
-    int page[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int64_t begin = (first + g + 8 * h) * size;
-      const bool seen = begin < item.end && begin + size > item.begin;
-      page[h] = seen ? static_cast<int>(page_of_entry(p_, mine_.segment.sequence.batch, first + g + 8 * h)) : -1;
-    }
+    const int entry = first + lane % kOffsetPages;
+    const bool seen = entry * size < item.end && (entry + 1) * size > item.begin;
+    const int own = seen ? static_cast<int>(page_of_entry(p_, mine_.segment.sequence.batch, entry)) : -1;
+    const int page[2] = {__shfl_sync(~0u, own, g), __shfl_sync(~0u, own, g + 8)};
     float s[kTiles][4];
     score_pages<D, kTiles>(p_, mine_.segment, item, page, s);
     __syncwarp();
@@ -163,28 +152,43 @@ template <int D, int kTiles> class CodeWarp {
     const ExactRule rule{p_.call.kv.exact_first, p_.call.kv.exact_last};
     const Mask mask = mine_.segment.sequence.mask(p_.call.score);
     const int sequence = mine_.segment.sequence.batch, first = first_token() + Tile::piece(g) * Tile::kPerLane;
-    uint32_t there = 0, held = 0;  // a bit for each token
+    constexpr uint32_t kAll = (1u << Tile::kPerLane) - 1;  // a bit for each token
+    const auto between = [&](int64_t begin, int64_t end) {
+      const auto place = [&](int64_t key) { return static_cast<int>(clamp(key - first, 0, Tile::kPerLane)); };
+      return ((1u << place(end)) - 1) & (~0u << place(begin));
+    };
+    uint32_t there = between(item.begin, item.end), held = 0;
+    if (!complete) [[unlikely]] {
 #pragma unroll 1
-    for (int i = 0; i < Tile::kPerLane; ++i) {
-      const int token = first + i;
-      if (token < item.begin || token >= item.end) continue;
-      if (complete || plane_row(p_, sequence, item.kv_head, token).row >= 0) there |= 1u << i;
-      const bool lead = token < exact.lead_end;
-      if ((lead || token >= exact.recent_begin) && holds(exact, token, lead ? 0 : 1)) held |= 1u << i;
+      for (int i = 0; i < Tile::kPerLane; ++i)
+        if ((there >> i & 1) && plane_row(p_, sequence, item.kv_head, first + i).row < 0) there &= ~(1u << i);
     }
+    const uint32_t lead = between(item.begin, exact.lead_end);
+    if (const uint32_t late = between(exact.recent_begin, item.end) & ~lead; lead | late) {
+      if (p_.exact_page_size.value % 16 == 0) {  // all of them are on one page
+        held = (lead && holds(exact, first, 0) ? lead : 0) | (late && holds(exact, first, 1) ? late : 0);
+      } else {
+#pragma unroll 1
+        for (int i = 0; i < Tile::kPerLane; ++i)
+          if (((lead | late) >> i & 1) && holds(exact, first + i, lead >> i & 1 ? 0 : 1)) held |= 1u << i;
+      }
+    }
+    // Of the lane's tokens, in the bits that they have in the result.
+    const auto hidden_from = [&](int query) {
+      const KeyRange keys = mask.visible(query);
+      const uint32_t exactly = held & (lead | between(rule.recent(mask, query).begin, item.end));
+      const uint32_t tokens = kAll & ~(there & between(keys.begin, keys.end) & ~exactly);
+      uint32_t spread = 0;
+#pragma unroll
+      for (int i = 0; i < Tile::kPerLane; ++i) spread |= (tokens >> i & 1) << (i * 2 * kTiles);
+      return spread;
+    };
+    if (item.first_query == item.last_query) return hidden_from(item.first_query) * ((1u << 2 * kTiles) - 1);
     uint32_t hidden = 0;
 #pragma unroll 1
     for (int k = 0; k < 2 * kTiles; ++k) {
       const int row = k / 2 * 8 + 2 * t + k % 2;
-      const int query = p_.split.group.quotient(item.first_row + min_of(row, item.rows - 1));
-      const KeyRange keys = mask.visible(query), recent = rule.recent(mask, query);
-#pragma unroll 1
-      for (int i = 0; i < Tile::kPerLane; ++i) {
-        const int token = first + i;
-        const bool exactly = (held >> i & 1) && (token < exact.lead_end || token >= recent.begin);
-        if (!(there >> i & 1) || token < keys.begin || token >= keys.end || exactly)
-          hidden |= 1u << (i * 2 * kTiles + k);
-      }
+      hidden |= hidden_from(p_.split.group.quotient(item.first_row + min_of(row, item.rows - 1))) << k;
     }
     return hidden;
   }

@@ -2,7 +2,7 @@
 #pragma once
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/tma.cuh"
-#include "cuda/tbq4_attention/exact_tokens.cuh"
+#include "cuda/tbq4_attention/offsets.cuh"
 #include "cuda/tbq4_attention/scores.cuh"
 #include "cuda/tbq4_prefill/norms.cuh"
 

@@ -2,7 +2,7 @@
 // each row.
 #pragma once
 #include "cuda/ptx/fresh_thread.cuh"
-#include "cuda/tbq4_attention/exact_tokens.cuh"
+#include "cuda/tbq4_attention/offsets.cuh"
 #include "cuda/tbq4_prefill/prepare_queries.cuh"
 
 namespace flashq::cuda::tbq4_sm90 {
