@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import golden
 import pytest
 import torch
@@ -91,6 +93,46 @@ def test_one_visible_key_among_split_ones() -> None:
     out, lse = flashq.prefill(q, k, v, causal=True)
     assert golden.same_bits(out[0, 0].cpu(), v[0, 0].cpu())
     torch.testing.assert_close(lse[0, 0, 0], q[0, 0, 0].float() @ k[0, 0, 0].float() / 8)
+
+
+@pytest.mark.contract(6)
+@pytest.mark.parametrize("op", ["prefill", "decode"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("score", [1e4, 1e6, 1e7])
+def test_equal_large_scores_over_split_keys(op: str, dim: int, score: float) -> None:
+    """Of 1e7, lse is rounded to a multiple of 1; the weights sum to 1 all the same, and out is the mean of v."""
+    q_len = 1 if op == "prefill" else 40  # rows enough that decode runs the kernels of prefill
+    q, k = (torch.zeros(1, length, heads, dim, dtype=torch.bfloat16) for length, heads in ((q_len, 4), (4096, 2)))
+    q[..., 0] = k[..., 0] = 8
+    v = randn(1, 4096, 2, dim, dtype=torch.bfloat16, seed=1) + 3
+    lengths = [torch.tensor([4096])] if op == "decode" else []
+    out, lse = call(op, q, k, v, *lengths, device="cuda", causal=False, scale=score / 64)
+    mean = v.double().mean(1, keepdim=True).repeat_interleave(2, dim=2).expand(1, q_len, 4, dim)
+    torch.testing.assert_close(out.double(), mean, rtol=2**-8, atol=0)
+    torch.testing.assert_close(lse, torch.full((1, 4, q_len), score + math.log(4096)), rtol=1e-6, atol=0)
+
+
+@pytest.mark.contract(6)
+@pytest.mark.parametrize("sink", [INF, NAN])
+def test_rows_without_a_key_where_keys_are_split(sink: float) -> None:
+    """Out is 0 whatever the sink is."""
+    q, k, v = (randn(1, length, heads, 128, dtype=torch.bfloat16) for length, heads in ((45, 8), (40, 2), (40, 2)))
+    start = torch.tensor([40])
+    out, lse = call("decode", q, k, v, start, device="cuda", sinks=torch.full((8,), sink), kv_start=start)
+    assert out.eq(0).all()
+    torch.testing.assert_close(lse, torch.full((1, 8, 45), sink), equal_nan=True)
+
+
+@pytest.mark.contract(16)
+def test_more_tiles_than_a_grid_has() -> None:
+    """Of one row each, written by the kernel for strides that the TMA refuses."""
+    if torch.cuda.mem_get_info()[0] < 48 << 30:
+        pytest.skip("the results take 43 GB")
+    x = torch.zeros(1, 1, 1, 8, dtype=torch.float16, device="cuda").expand(32769, 1, 65536, 8)
+    with pytest.raises(
+        RuntimeError, match=r"flashq::prefill: q: expected up to 2\^31 - 1 tiles of rows, got 2147549184"
+    ):
+        flashq.prefill(x, x, x)
 
 
 @pytest.mark.contract(2)

@@ -16,9 +16,11 @@ static __global__ void __launch_bounds__(32 * kMergeWarps)
   if (row >= rows) return;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   SoftmaxState<Natural> all;
+  int counting = 0;
   for (int k = 0; k < splits; ++k) {
     const float lse = lses[k * rows + row];
     merge(all, SoftmaxState<Natural>{lse, lse == -kInf ? 0.f : 1.f});
+    counting += lse != -kInf;
   }
   const Quotient at = divide(row, q.q_heads);
   const Quotient place = q.cu_seqlens_q.given() ? Quotient{0, at.quotient} : divide(at.quotient, q.q_len);
@@ -29,8 +31,9 @@ static __global__ void __launch_bounds__(32 * kMergeWarps)
     float4 sum{-0.f, -0.f, -0.f, -0.f};  // + -0 is -0
     for (int k = 0; k < splits; ++k) {
       const float partial = lses[k * rows + row];
-      if (partial == -kInf && !all.empty()) continue;
-      const float weight = all.empty() ? 1 : expf(partial - lse);
+      if (partial == -kInf && counting > 0) continue;
+      // Not exp(partial - lse): far from 0 lse is rounded so coarsely that such weights do not sum to 1.
+      const float weight = counting > 1 ? expf(partial - all.max) / all.sum : 1;
       const auto o = load<float4>(outs + (k * rows + row) * q.head_dim + d);
       sum = {fmaf(weight, o.x, sum.x), fmaf(weight, o.y, sum.y), fmaf(weight, o.z, sum.z), fmaf(weight, o.w, sum.w)};
     }
