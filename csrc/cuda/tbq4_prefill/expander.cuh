@@ -22,9 +22,12 @@ template <class C> class Expander {
       if (tile.row == sm90::kNoTile) return;
       for (int n = tile.end - 1; n >= tile.first; --n) {
         produce_keys();
-        if (n < tile.end - 1) produce_values(2);  // a tile later, as they are read
+        if (!kLate)
+          produce_values(1);
+        else if (n < tile.end - 1)
+          produce_values(2);
       }
-      if (tile.first < tile.end) produce_values(1);
+      if (kLate && tile.first < tile.end) produce_values(1);
       if (p_.exact && tile.first < tile.end) produce_exact_tiles(tile);
       __syncwarp();
       if (ptx::fresh_lane() == 0) shared_.tile_empty[tiles_.at()].arrive();
@@ -33,6 +36,9 @@ template <class C> class Expander {
   }
 
  private:
+  // Values are expanded a tile after keys, as they are read, where there is room for the codes of three tiles.
+  static constexpr bool kLate = C::kRawStages > 2;
+
   // Ends what this warp writes to a buffer.
   __device__ __forceinline__ void publish(ptx::Barrier& full) const {
     ptx::fence_async_proxy();
