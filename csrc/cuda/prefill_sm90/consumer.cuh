@@ -157,8 +157,11 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
     };
     bool found_all = true;
     const auto take_missing = [&] {
-      const uint32_t missing = C::kGeneral ? shared.missing[k_ring.at] : 0;
-      if constexpr (C::kGeneral) __syncwarp();  // all lanes have read it before one of them gives the buffer back
+      uint32_t missing = 0;
+      if constexpr (C::kGeneral) {  // read by the lane that gives the buffer back, whose reads racecheck can order
+        if (lane == 0) missing = shared.missing[k_ring.at];
+        missing = __shfl_sync(~0u, missing, 0);
+      }
       if (missing) found_all = false;
       return missing;
     };
