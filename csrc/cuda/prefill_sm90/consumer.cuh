@@ -27,8 +27,8 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
   const uint64_t k_descriptor = ptx::matrix_descriptor(&shared.k, 16);
   const uint64_t v_descriptor = ptx::matrix_descriptor(&shared.v, sizeof shared.v[0][0]);
 
-  float s[kTileK / 2], o[kTileD / 2], o_scale[2];  // S and O, 64 x kTileK and 64 x kTileD
-  uint32_t prob[kTileK / 16][4];                   // P in 16 bits
+  float s[kTileK / 2], o[kTileD / 2];  // S and O, 64 x kTileK and 64 x kTileD
+  uint32_t prob[kTileK / 16][4];       // P in 16 bits
   RowState rows;
   ptx::Ring<C::kStages> k_ring, v_ring;
   ptx::Ring<C::kTileSlots> slots;
@@ -108,38 +108,43 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
     for (int i = 0; i < kTileD / 2; ++i) o[i] = 0;
     rows = {{-kInf, -kInf}, {0, 0}};
 
-    // S to P. missing: as SharedMemory::missing, of key tile n. then(): before P is written.
-    const auto weigh = [&](auto masked, int n, uint32_t missing, const auto& then) {
+    // S to P. missing: as SharedMemory::missing, of key tile n. then(): before P is written. rescale(factors): O.
+    const auto weigh = [&](auto masked, int n, uint32_t missing, const auto& then, const auto& rescale) {
       const auto grew = [&](int h, float largest) {  // false while both are -inf
         return largest * p.scale_log2 > rows.max[h] * p.scale_log2 + kLazyGrowth;
       };
-      bool bad[2];
-      const bool capped = C::kGeneral && p.transform == Transform::kCap;
-      if constexpr (C::kGeneral) {
-        if (C::kSkipsMaxima && !masked.value && capped && p.cap.largest_square >= 0 && !missing) {
-          // Rows past the sequence's end have no say: results must not depend on what lies there.
-          const int past =
-              (tile.q_len << p.schedule.pack_log2) - row0 - row_of_thread(static_cast<unsigned>(ptx::fresh_thread()));
-          const auto ignored = [&](int h) { return past <= 8 * h; };
-          if (softmax_alike<Element>(s, rows, p.scale_log2, HardlyCapped{p.cap}, prob, bad, ignored, then))
-            return false;
-        }
-        if (capped) {
-#pragma unroll
-          for (float& x : s) x = ptx::tanh_approx(x * p.cap.multiplier);
-        } else if (p.transform == Transform::kMultiply) {
-#pragma unroll
-          for (float& x : s) x *= p.cap.multiplier;
-        }
-      }
-      if (C::kSkipsMaxima && !masked.value && !missing && !capped) {
+      const Transform transform = C::kGeneral ? p.transform : Transform::kNone;
+      if (C::kSkipsMaxima && !masked.value && !missing && transform == Transform::kNone) {
         const auto none = [](int) { return false; };
-        if (softmax_alike<Element>(s, rows, p.scale_log2, Plain{p.scale_log2}, prob, bad, none, then)) return false;
+        bool bad[2];
+        const Plain rule{p.scale_log2};
+        if (softmax_alike<Element, C::kAhead>(s, rows, p.scale_log2, rule, prob, bad, none, then)) return;
+        if (C::kAhead > 0 && softmax_alike<Element, 0>(s, rows, p.scale_log2, rule, prob, bad, none, [] {})) return;
         // As each row would alone, whatever the others of its warp do.
         const auto of_row = [&](int h) { return __ballot_sync(~0u, bad[h]) >> (ptx::fresh_lane() & 28) & 15; };
         const bool row_bad[2] = {of_row(0) != 0, of_row(1) != 0};
         const auto moves = [&](int h, float largest) { return row_bad[h] && largest > rows.max[h]; };
-        return softmax<Element, true>(s, rows, o_scale, p.scale_log2, prob, moves, then);
+        return softmax<Element, true>(s, rows, p.scale_log2, prob, moves, then, rescale);
+      }
+      if constexpr (C::kGeneral) {
+        if (transform == Transform::kCap) {
+          if (C::kSkipsMaxima && !masked.value && !missing && p.cap.largest_square >= 0) {
+            // Rows past the sequence's end have no say: results must not depend on what lies there.
+            const auto ignored = [&](int h) {
+              const int row = row0 + row_of_thread(static_cast<unsigned>(ptx::fresh_thread())) + 8 * h;
+              return row >= tile.q_len << p.schedule.pack_log2;
+            };
+            bool bad[2];
+            if (softmax_alike<Element, C::kCappedAhead>(s, rows, p.scale_log2, HardlyCapped{p.cap}, prob, bad, ignored,
+                                                        then))
+              return;
+          }
+#pragma unroll
+          for (float& x : s) x = ptx::tanh_approx(x * p.cap.multiplier);
+        } else if (transform == Transform::kMultiply) {
+#pragma unroll
+          for (float& x : s) x *= p.cap.multiplier;
+        }
       }
       if (masked.value || missing) {
         const uint32_t there = ~columns_missing(missing);
@@ -153,7 +158,7 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
         }
       }
       constexpr bool kMayBeEmpty = masked.value || C::kGeneral;
-      return softmax<Element, kMayBeEmpty>(s, rows, o_scale, p.scale_log2, prob, grew, then);
+      softmax<Element, kMayBeEmpty>(s, rows, p.scale_log2, prob, grew, then, rescale);
     };
     bool found_all = true;
     const auto take_missing = [&] {
@@ -185,7 +190,7 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
       }
       const uint32_t missing = take_missing();
       release(shared.k_empty, k_ring);
-      weigh(kMasked, n, missing, [] {});
+      weigh(kMasked, n, missing, [] {}, [](const float (&)[2]) {});
       if (const int last = tile.kv_len - n * kTileK; p.shared_keys && last < kTileK) {
         shared.v_full[v_ring.at].wait(v_ring.parity);
         clear_rows<C>(shared.v[v_ring.at], last, kTileK, wg);
@@ -202,15 +207,15 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
         ptx::pin(s);
         const uint32_t missing = take_missing();
         release(shared.k_empty, k_ring);
-        const bool grew = weigh(masked, n, missing, [&] {
+        const auto then = [&] {
           ptx::wgmma_wait<0>();
           ptx::pin(o);
+        };
+        weigh(masked, n, missing, then, [&](const float (&factors)[2]) {
+#pragma unroll
+          for (int i = 0; i < kTileD / 2; ++i) o[i] *= factors[i / 2 % 2];
         });
         release(shared.v_empty, v_ring);
-        if (grew) {
-#pragma unroll
-          for (int i = 0; i < kTileD / 2; ++i) o[i] *= o_scale[i / 2 % 2];
-        }
       };
       for (--n; n >= max(first, clear_end); --n) step(kMasked);
       for (; n >= max(first, clear_first); --n) step(kClear);

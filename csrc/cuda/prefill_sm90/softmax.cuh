@@ -18,28 +18,33 @@ struct RowState { float max[2], sum[2]; };
 
 // Exponents of 2, of two scores of row h: value * scale_log2 - offset. fits(h): whether that held for all of them.
 struct Plain {
-  static constexpr int kAhead = 0;  // a multiply-add each, which hides behind the exponentials
+  static constexpr bool kAlwaysFits = true;
   float scale_log2;
   __device__ __forceinline__ void exponents(float a, float b, float offset, int, float& to_a, float& to_b) const {
     to_a = fmaf(a, scale_log2, -offset);
     to_b = fmaf(b, scale_log2, -offset);
   }
+  __device__ __forceinline__ void follow(float) {}
   __device__ __forceinline__ bool fits(int) const { return true; }
 };
 // Where all scores are far below the cap: on the FMA pipe, because the special function unit has its exponentials to
 // do.
 struct HardlyCapped {
-  // A quarter of them, while O is under way (D 128: 7 %; half of them spill registers and lose 8 %).
-  static constexpr int kAhead = 16;
-  const Cap& cap;
+  static constexpr bool kAlwaysFits = false;
+  float factor[2], largest_square;
   int largest[2] = {0, 0};  // bits of the largest square
+  __device__ __forceinline__ explicit HardlyCapped(const Cap& cap)
+      : factor{cap.exponent_factor[0], cap.exponent_factor[1]}, largest_square(cap.largest_square) {}
   __device__ __forceinline__ void exponents(float a, float b, float offset, int h, float& to_a, float& to_b) {
     const float aa = a * a, bb = b * b;
     largest[h] = __vimax3_s32(largest[h], __float_as_int(aa), __float_as_int(bb));
-    to_a = fmaf(a, fmaf(cap.exponent_factor[1], aa, cap.exponent_factor[0]), -offset);
-    to_b = fmaf(b, fmaf(cap.exponent_factor[1], bb, cap.exponent_factor[0]), -offset);
+    to_a = fmaf(a, fmaf(factor[1], aa, factor[0]), -offset);
+    to_b = fmaf(b, fmaf(factor[1], bb, factor[0]), -offset);
   }
-  __device__ __forceinline__ bool fits(int h) const { return __int_as_float(largest[h]) <= cap.largest_square; }
+  // What comes next waits for this exponential. Else the compiler has all exponents worked out ahead of most
+  // exponentials, and each pipe idles while the other one is busy (3 to 4 %).
+  __device__ __forceinline__ void follow(float exponential) { factor[0] = fmaf(exponential, 0.f, factor[0]); }
+  __device__ __forceinline__ bool fits(int h) const { return __int_as_float(largest[h]) <= largest_square; }
 };
 
 // Of SharedMemory::missing, 16 keys a bit.
@@ -89,42 +94,41 @@ __device__ __forceinline__ void find_largest(const float (&s)[kCount], const Row
 // P, a thread's part: pairs of columns in 16 bits, as the operand of a product (ptx/wgmma.cuh).
 template <int kCount> using Probabilities = uint32_t[kCount / 8][4];
 
-// P = exp2(exponents(s)), and its sums. then() comes before P is written, and after the exponents of the first
-// Rule::kAhead scores: if stray() says after these that the rule does not fit, the rest is left out. Returns whether
-// it was not.
-template <class Element, int kCount, class Rule>
+// P = exp2(exponents(s)), and its sums. The first kAhead scores are weighed before then(), which waits for the product
+// that reads the last P. In between, if suspect(), and leave(), the rest is left out. Returns whether it was not.
+template <class Element, int kAhead, int kCount, class Rule>
 __device__ __forceinline__ bool exponentiate(const float (&s)[kCount], const float (&offset)[2], Rule& rule,
-                                             Probabilities<kCount>& prob, float (&sum)[2], const auto& stray,
-                                             const auto& then) {
-  constexpr int kAhead = Rule::kAhead;
-  float e[kCount];
-  const auto find_exponents = [&](int i) {
+                                             Probabilities<kCount>& prob, float (&sum)[2], const auto& suspect,
+                                             const auto& leave, const auto& then) {
+  constexpr int kChunk = 8;
+  float first[kCount / kChunk] = {};  // exponentials of the chunks
+  sum[0] = sum[1] = 0;
+  const auto weigh_pair = [&](int i) {
     const int h = i / 2 % 2;
-    rule.exponents(s[i], s[i + 1], offset[h], h, e[i], e[i + 1]);
+    if (i % kChunk == 0 && i >= 2 * kChunk) rule.follow(first[i / kChunk - 2]);
+    float a, b;
+    rule.exponents(s[i], s[i + 1], offset[h], h, a, b);
+    a = ptx::exp2_approx(a);
+    b = ptx::exp2_approx(b);
+    if (i % kChunk == 0) first[i / kChunk] = a;
+    sum[h] += a + b;  // of two, because they have one wait
+    return ptx::pack<Element>(a, b);
   };
+  uint32_t ahead[kAhead / 2 + 1];
   if constexpr (kAhead > 0) {
 #pragma unroll
-    for (int i = 0; i < kAhead; i += 2) find_exponents(i);
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) asm volatile("" : "+f"(e[i])::"memory");
-    if (__any_sync(~0u, stray())) {  // and so the code before it stays there
-      then();
-      return false;
+    for (int i = 0; i < kAhead; i += 2) ahead[i / 2] = weigh_pair(i);
+    // A way out, which the compiler cannot rule out, keeps it from writing P early.
+    if (suspect()) {
+      if (leave()) {  // one && would become a value
+        then();
+        return false;
+      }
     }
   }
   then();
-  float part[4] = {};
 #pragma unroll
-  for (int i = 0; i < kCount; i += 2) {
-    const int h = i / 2 % 2;
-    if (i >= kAhead) find_exponents(i);
-    const float a = ptx::exp2_approx(e[i]), b = ptx::exp2_approx(e[i + 1]);
-    part[2 * h] += a;
-    part[2 * h + 1] += b;
-    prob[i / 8][i / 2 % 4] = ptx::pack<Element>(a, b);
-  }
-  sum[0] = part[0] + part[1];
-  sum[1] = part[2] + part[3];
+  for (int i = 0; i < kCount; i += 2) prob[i / 8][i / 2 % 4] = i < kAhead ? ahead[i / 2] : weigh_pair(i);
   return true;
 }
 
@@ -133,43 +137,60 @@ inline constexpr float kLazyGrowth = 8;     // in base 2: where maxima are at ha
 inline constexpr float kMostSum = 1 << 12;  // of a thread's P of a row in a tile, where they are not; fp16 holds it
 
 // Without maxima: P against the references as they are. Right unless a row's P is too large, or it has no reference
-// yet, or the rule does not fit; `bad` names those rows, and says of all but them. Returns whether there are none in
-// the warp; if there are, nothing but P has changed.
-template <class Element, int kCount, class Rule>
+// yet, or the rule does not fit; `bad` names those rows, but for the ignored(h). Returns whether there are none in the
+// warp; if there are, nothing but P has changed, and of kAhead scores `bad` may be unknown.
+template <class Element, int kAhead, int kCount, class Rule>
 __device__ __forceinline__ bool softmax_alike(const float (&s)[kCount], RowState& rows, float scale_log2, Rule rule,
                                               Probabilities<kCount>& prob, bool (&bad)[2], const auto& ignored,
                                               const auto& then) {
   const float offset[2] = {rows.max[0] * scale_log2, rows.max[1] * scale_log2};
   float sum[2];
-  const auto strays = [&](int h) { return !rule.fits(h) & !ignored(h); };
-  if (!exponentiate<Element>(s, offset, rule, prob, sum, [&] { return strays(0) | strays(1); }, then)) return false;
+  const auto suspect = [&] {
+    return __any_sync(~0u,
+                      Rule::kAlwaysFits ? (offset[0] == -kInf) | (offset[1] == -kInf) : !rule.fits(0) | !rule.fits(1));
+  };
+  const auto leave = [&] {
+    return Rule::kAlwaysFits || __any_sync(~0u, (!rule.fits(0) & !ignored(0)) | (!rule.fits(1) & !ignored(1)));
+  };
+  if (!exponentiate<Element, kAhead>(s, offset, rule, prob, sum, suspect, leave, then)) return false;
 #pragma unroll
-  for (int h = 0; h < 2; ++h) bad[h] = (((sum[h] > kMostSum) | (offset[h] == -kInf)) & !ignored(h)) | strays(h);
-  if (__any_sync(~0u, bad[0] | bad[1])) return false;
+  for (int h = 0; h < 2; ++h) bad[h] = !(sum[h] <= kMostSum) | (offset[h] == -kInf) | !rule.fits(h);
+  if (__any_sync(~0u, bad[0] | bad[1])) {
+    if constexpr (Rule::kAlwaysFits) return false;
+    if (__any_sync(~0u, (bad[0] & !ignored(0)) | (bad[1] & !ignored(1)))) return false;
+  }
   for (int h = 0; h < 2; ++h) rows.sum[h] += sum[h];
   return true;
 }
 
 // With maxima. kMayBeEmpty: a row may have seen no key yet. moves(h, largest): whether the reference of row h should
-// follow. Returns whether O has to be multiplied by o_scale.
+// follow. rescale(factors): of O, which fits the references.
 template <class Element, bool kMayBeEmpty, int kCount>
-__device__ __forceinline__ bool softmax(const float (&s)[kCount], RowState& rows, float (&o_scale)[2], float scale_log2,
-                                        Probabilities<kCount>& prob, const auto& moves, const auto& then) {
-  float largest[2], offset[2], sum[2];
+__device__ __forceinline__ void softmax(const float (&s)[kCount], RowState& rows, float scale_log2,
+                                        Probabilities<kCount>& prob, const auto& moves, const auto& then,
+                                        const auto& rescale) {
+  float largest[2], offset[2], sum[2], o_scale[2];
   find_largest(s, rows, largest);
-  bool grew = false;
+  const bool up[2] = {moves(0, largest[0]), moves(1, largest[1])};
+  const bool grew = __any_sync(~0u, up[0] | up[1]);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const bool up = moves(h, largest[h]);
-    o_scale[h] = up ? ptx::exp2_approx((rows.max[h] - largest[h]) * scale_log2) : 1.f;
-    rows.max[h] = up ? largest[h] : rows.max[h];
-    grew |= up;
-    offset[h] = kMayBeEmpty && rows.max[h] == -kInf ? 0.f : rows.max[h] * scale_log2;  // exp2 is 0
+    const float reference = up[h] ? largest[h] : rows.max[h];
+    offset[h] = kMayBeEmpty && reference == -kInf ? 0.f : reference * scale_log2;  // exp2 is 0
+  }
+  if (grew) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      o_scale[h] = up[h] ? ptx::exp2_approx((rows.max[h] - largest[h]) * scale_log2) : 1.f;
+      rows.max[h] = up[h] ? largest[h] : rows.max[h];
+      rows.sum[h] *= o_scale[h];
+    }
   }
   Plain rule{scale_log2};
-  exponentiate<Element>(s, offset, rule, prob, sum, [] { return false; }, then);
-  for (int h = 0; h < 2; ++h) rows.sum[h] = rows.sum[h] * o_scale[h] + sum[h];
-  return __any_sync(~0u, grew);
+  const auto no = [] { return false; };
+  exponentiate<Element, 0>(s, offset, rule, prob, sum, no, no, then);
+  for (int h = 0; h < 2; ++h) rows.sum[h] += sum[h];
+  if (grew) rescale(o_scale);
 }
 
 }  // namespace flashq::cuda::sm90

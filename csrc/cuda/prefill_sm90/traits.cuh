@@ -51,6 +51,8 @@ template <class Element_, int kTileD_, bool kGeneral_> struct Traits {
   // Whether P is first tried without maxima, and softcap as a polynomial. At D 256 there are no registers for it, and
   // products take so long that maxima, and the hardware's tanh, hide behind them.
   static constexpr bool kSkipsMaxima = kTileD <= 128;
+  // Scores of a thread that become P while the last product is still under way (half of them at D 128: 4 to 6 %).
+  static constexpr int kAhead = kTileD == 128 ? 32 : 0, kCappedAhead = kTileD == 128 ? 32 : 16;
   // Registers: 168 a thread at launch for 3 warpgroups, 128 for 4.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
