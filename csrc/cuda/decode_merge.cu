@@ -36,6 +36,7 @@ struct MergeShape {
 template <bool kTable> __global__ void __launch_bounds__(kMergeThreads, kTable ? kBlocksOfSm : 3)
     merge_partials_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ SplitConfig split,
                           const Partials partials, const __grid_constant__ MergeShape shape) {
+  ptx::allow_dependents();
   __shared__ RowPart parts[kMergeThreads];
   const auto thread = static_cast<int>(threadIdx.x);
   const int lanes = shape.lanes, groups = shape.groups, job_threads = lanes * groups;
@@ -48,7 +49,7 @@ template <bool kTable> __global__ void __launch_bounds__(kMergeThreads, kTable ?
   Division division{};
   __shared__ std::conditional_t<kTable, PlanTable, char> table;
   if constexpr (kTable)
-    division = table.build(p, split, shape.alike_workers, [](int) {});
+    division = table.build(p, split, shape.alike_workers);
   else
     segment = plan_item(p, split, static_cast<int>(blockIdx.x), division.total);
   const int slot_floats = partials.block_rows * partials.head_dim;

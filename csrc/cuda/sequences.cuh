@@ -10,6 +10,13 @@ namespace flashq::cuda {
 
 FLASHQ_HD int64_t clamp(int64_t x, int64_t least, int64_t most) { return max_of(least, min_of(x, most)); }
 
+// An element of an index tensor that the kernel before this one may be writing yet.
+__device__ __forceinline__ int64_t load_past_l1(const IndexView& view, int64_t i, int64_t j = 0) {
+  const int64_t at = i * view.stride[0] + j * view.stride[1];
+  return view.is_int64 ? __ldcg(static_cast<const long long*>(view.data) + at)
+                       : __ldcg(static_cast<const int*>(view.data) + at);
+}
+
 // Keys of a tile that lie in a range: [begin, end), counted from the tile's first.
 struct TileRange { int begin, end; };
 

@@ -42,6 +42,8 @@ def make_cache(
         (128, 16, 1),
         (128, 8, 4),
         (128, 5, 7),
+        (128, 4, 16),
+        (104, 63, 1),
         (256, 6, 1),
         (256, 16, 1),
         (256, 6, 4),
@@ -112,6 +114,37 @@ def test_windows_over_long_contexts(window: int, kv_chunk: int) -> None:
             table[b, i] = 2147480000
     q = randn(len(RAGGED), 3, 8, 64, dtype=torch.bfloat16)
     check_16bit("decode", q, k, v, seqlens, table, device="cuda", window_left=window, kv_chunk=kv_chunk)
+
+
+@pytest.mark.parametrize("page_size", [16, 48, 1])
+@pytest.mark.parametrize(
+    "options",
+    [{"window_left": 300}, {"softcap": 20.0}, {"scale": -0.1}, {"causal": False}, {"out_dtype": torch.float32}],
+)
+def test_options_of_64_rows(page_size: int, options: dict[str, object]) -> None:
+    """Those of head dim 128 have a kernel of their own from compute capability 9.0 on."""
+    cache = make_cache(RAGGED, kv_heads=2, dim=128, page_size=page_size)
+    q = randn(len(RAGGED), 15, 8, 128, dtype=torch.bfloat16)
+    start = torch.tensor([n // 3 for n in RAGGED])
+    check_16bit("decode", q, *cache, None, start, device="cuda", big=True, **options)
+
+
+@pytest.mark.parametrize("q_len", [1, 16])
+def test_lengths_that_the_call_before_computes(q_len: int) -> None:
+    """The plan is made while that call runs, from what lies there, and made again when its results have come."""
+    q = randn(7, q_len, 8, 128, dtype=torch.bfloat16).cuda()
+    k, v = (randn(7, 3008, 2, 128, dtype=torch.bfloat16, seed=seed).cuda() for seed in (1, 2))
+    full = torch.full((7,), 3008, device="cuda", dtype=torch.int32)
+    for i in range(6):
+        # Of equal keys: lse is far above 0 or far below, and its bits are a length beyond all tokens, or below 0.
+        towards = torch.full_like(q, 8 * (-1) ** i)
+        lengths = torch.ops.flashq.decode(towards, torch.ones_like(k), v, full)[1].view(torch.int32)[:, 0, 0]
+        got = torch.ops.flashq.decode(q, k, v, lengths)
+        torch.cuda.synchronize()
+        assert (lengths > 3008).all() if i % 2 == 0 else (lengths < 0).all()
+        want = torch.ops.flashq.decode(q, k, v, lengths.clone())
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
 def test_packed_queries_of_very_different_numbers() -> None:

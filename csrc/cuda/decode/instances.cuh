@@ -53,6 +53,7 @@ template <class T> Status launch_decode(const DecodeLaunch& how, const DecodePar
       {launch_decode_shape<T, 64, 1, 1>, launch_decode_shape<T, 64, 2, 1>, launch_decode_shape<T, 64, 2, 2>},
       {launch_decode_shape<T, 128, 1, 1>, launch_decode_shape<T, 128, 2, 1>, launch_decode_shape<T, 128, 2, 2>},
       {launch_decode_shape<T, 256, 1, 1>, launch_decode_shape<T, 256, 2, 1>, launch_decode_shape<T, 256, 2, 1>}};
+  if (how.wide) return launch_decode_kernel<T, 128, 2, 4, false>(how, p, launch);
   return kKernels[how.dim][min_of(how.shape, 2)](how, p, launch);
 }
 

@@ -18,8 +18,8 @@ template <class X> __device__ __forceinline__ void publish(X& to, const X& x) {
   __syncwarp();
 }
 
-// kOneSegment: there is none behind the first.
-template <int kDim, bool kOneSegment> class KeyStream {
+// kOneSegment: there is none behind the first. Tile: where a chunk of a row lies, SharedTile or BoxedTile.
+template <int kDim, bool kOneSegment, class Tile> class KeyStream {
  public:
   static constexpr int kRowBytes = kDim * 2;
   static constexpr int kGroupBytes = kGroup * kRowBytes;  // of K or of V, for each warp of a team
@@ -47,7 +47,7 @@ template <int kDim, bool kOneSegment> class KeyStream {
       }
     }
     if (given_) {
-      const uint32_t to = tile + warp_tokens_ * kRowBytes;
+      const uint32_t to = tile + warp_tokens_ * Tile::kRowBytes;
       if (p.whole_groups && p.wide_kv)
         copy_group(p, to, found);
       else
@@ -127,7 +127,7 @@ template <int kDim, bool kOneSegment> class KeyStream {
     const int begin = begin_ - first, end = page_ < 0 ? 0 : end_ - first;
 #pragma unroll 1
     for (int i = row; i < kGroup; i += kStep) {
-      const uint32_t at = SharedTile<kDim>::offset(i, chunk);
+      const uint32_t at = Tile::offset(i, chunk);
       ptx::cp_async_16(to + at, k + int64_t{i - row} * p.k_row_bytes, i >= begin && i < end);
       ptx::cp_async_16(to_v + at, v + int64_t{i - row} * p.v_row_bytes, i >= begin && i < end);
     }
@@ -138,10 +138,10 @@ template <int kDim, bool kOneSegment> class KeyStream {
     const int lane = static_cast<int>(threadIdx.x) % 32, row = lane / kChunks, chunk = lane % kChunks;
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {
-      const uint32_t at = to + SharedTile<kDim>::offset(row + j * kStep, chunk);
+      const uint32_t at = to + Tile::offset(row + j * kStep, chunk);
 #pragma unroll
       for (int i = 0; i < kGroup / 8; ++i)
-        ptx::cp_async_16(at + i * 8 * kRowBytes, from + int64_t{(8 * i + j * kStep) * row_bytes}, true);
+        ptx::cp_async_16(at + i * 8 * Tile::kRowBytes, from + int64_t{(8 * i + j * kStep) * row_bytes}, true);
     }
   }
 
@@ -161,7 +161,7 @@ template <int kDim, bool kOneSegment> class KeyStream {
       const char* from_k = k_ - 2 * row * kv.k_stride[1] + __shfl_sync(~0u, k, i);
       const char* from_v = v_ - 2 * row * kv.v_stride[1] + __shfl_sync(~0u, v, i);
       if (chunk * 8 >= p.call.query.head_dim) continue;
-      const uint32_t at = to + SharedTile<kDim>::offset(i, chunk);
+      const uint32_t at = to + Tile::offset(i, chunk);
       if (p.wide_kv) {
         ptx::cp_async_16(at, from_k, all >> i & 1);
         ptx::cp_async_16(at + p.team_warps * kGroupBytes, from_v, all >> i & 1);

@@ -14,12 +14,16 @@ inline constexpr int kDecodeTeamShift[] = {0, 0, 1, 2};  // logarithm of the war
 inline constexpr int kDecodeShapes = 4;
 inline constexpr int kMaxCluster = 16, kPortableCluster = 8;
 
+// Where WideRows are built for compute capability 9.0.
+constexpr bool decode_goes_wide(int dim, int shape) { return kDecodeDims[dim] == 128 && kDecodeRows[shape] == 64; }
+
 struct DecodeLaunch {
   int dim = 0, shape = 0;  // indices of kDecodeDims and kDecodeRows
   int warps = 0, stages = 0;
   int64_t shared_bytes = 0;
   int ctas = 0;
-  int cluster = 0;  // CTAs of a cluster; 0: none
+  int cluster = 0;    // CTAs of a cluster; 0: none
+  bool wide = false;  // WideRows
 
   int teams() const { return ctas * (warps >> kDecodeTeamShift[shape]); }
 };

@@ -56,19 +56,44 @@ struct PlannedSequence {
   __device__ __forceinline__ int items(const QueryView& q) const { return row_blocks * static_cast<int>(q.kv_heads); }
 };
 
-// Query tokens [q_begin, q_end) of sequence b, or none where b is past the last one.
+// The keys of a sequence: [start, end).
+struct SequenceKeys {
+  int start, end;
+
+  __device__ __forceinline__ bool operator==(const SequenceKeys& other) const {
+    return start == other.start && end == other.end;
+  }
+};
+
+// read(view, b) reads an element of an index tensor.
+template <class Read> __device__ __forceinline__ SequenceKeys read_keys(const AttentionParams& p, const SplitConfig& c,
+                                                                        int b, Read read) {
+  SequenceKeys keys{.start = 0, .end = static_cast<int>(clamp(read(p.seqlens, b), 0, c.capacity))};
+  if (p.kv_start.given()) keys.start = static_cast<int>(clamp(read(p.kv_start, b), 0, keys.end));
+  return keys;
+}
+
+// Query tokens [q_begin, q_end) of sequence b, or none where b is past the last one. keys_of(b): its SequenceKeys.
+template <class KeysOf>
 __device__ __forceinline__ PlannedSequence plan_sequence(const AttentionParams& p, const SplitConfig& c, int b,
-                                                         int q_begin, int q_end) {
+                                                         int q_begin, int q_end, KeysOf keys_of) {
   PlannedSequence s{.batch = b, .q_begin = q_begin, .q_len = q_end - q_begin};
   if (b >= p.query.batch || s.q_len <= 0) return s;
-  s.kv_len = static_cast<int>(clamp(p.seqlens(b), 0, c.capacity));
-  if (p.kv_start.given()) s.kv_start = static_cast<int>(clamp(p.kv_start(b), 0, s.kv_len));
+  const SequenceKeys keys = keys_of(b);
+  s.kv_len = keys.end;
+  s.kv_start = keys.start;
   const KeyRange seen = s.mask(p.score).visible(0, s.q_len - 1);
   if (seen.empty()) return s;
   s.first_unit = c.unit.quotient(static_cast<int>(seen.begin));
   s.units = c.unit.quotient(static_cast<int>(seen.end - 1)) + 1 - s.first_unit;
   s.row_blocks = c.block_rows.quotient(s.q_len * c.group_size() + static_cast<int>(c.block_rows.value) - 1);
   return s;
+}
+
+__device__ __forceinline__ PlannedSequence plan_sequence(const AttentionParams& p, const SplitConfig& c, int b,
+                                                         int q_begin, int q_end) {
+  return plan_sequence(p, c, b, q_begin, q_end,
+                       [&](int b) { return read_keys(p, c, b, [](const IndexView& view, int i) { return view(i); }); });
 }
 
 // Goes through the sequences, 32 at a time; all lanes of a warp take part.

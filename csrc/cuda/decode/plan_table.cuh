@@ -24,23 +24,20 @@ class PlanTable {
   }
 
   // Called by all threads of a CTA. Items that are alike are divided evenly if `alike_workers` or more take part.
-  // fill(batch) is called by a whole warp for each sequence that has query tokens, but sees no key.
-  template <class Fill> __device__ __forceinline__ Division build(const AttentionParams& p, const SplitConfig& c,
-                                                                  int alike_workers, Fill fill) {
+  // It may be called while the kernel before this one still writes the lengths: outdated() tells.
+  __device__ __forceinline__ Division build(const AttentionParams& p, const SplitConfig& c, int alike_workers) {
     const auto batch = static_cast<int>(p.query.batch), q_len = static_cast<int>(p.query.q_len);
     const auto thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
     int total = 0, seen = 0, longest = 0;
 #pragma unroll 1
     for (int base = 0; base < batch; base += threads) {
       const int b = base + thread;
-      const PlannedSequence s = plan_sequence(p, c, b, 0, q_len);
+      if (b < batch) keys_[b] = keys_now(p, c, b);
+      const PlannedSequence s = plan_sequence(p, c, b, 0, q_len, [&](int b) { return keys_[b]; });
       const int upto = scan_warp(count_numbers(p, c, s), [](int x, int y) { return x + y; });
       const unsigned sees = __ballot_sync(~0u, s.units > 0);
       const int most = __reduce_max_sync(~0u, s.units);
       if (thread % 32 == 31) warps_[thread / 32] = {upto, __popc(sees), most};
-#pragma unroll 1
-      for (unsigned blind = __ballot_sync(~0u, b < batch && s.units == 0); blind; blind &= blind - 1)
-        fill(b - thread % 32 + __ffs(static_cast<int>(blind)) - 1);
       __syncthreads();
       int before = total;
 #pragma unroll 1
@@ -60,6 +57,17 @@ class PlanTable {
     if (each == 0 && divide_down(d.items, items) >= alike_workers) d.worker_items = items;
     return d;
   }
+
+  // Whether lengths are others now than those of the plan. Called by all threads of the CTA.
+  __device__ __forceinline__ bool outdated(const AttentionParams& p, const SplitConfig& c) const {
+    bool others = false;
+    for (int b = static_cast<int>(threadIdx.x); b < p.query.batch; b += static_cast<int>(blockDim.x))
+      others |= !(keys_now(p, c, b) == keys_[b]);
+    return __syncthreads_or(others);
+  }
+
+  // Whether a sequence has no key that its query tokens see.
+  __device__ __forceinline__ bool blind(int b) const { return upto_[b] == number_of(b); }
 
   // The first segment of a worker, by a whole warp; not given() if there is none.
   __device__ __forceinline__ Segment find(const AttentionParams& p, const SplitConfig& c, const Division& d,
@@ -95,7 +103,7 @@ class PlanTable {
     int b = 0;
     if (batch > 32) b = first_behind(0, kSequences / 32) * (kSequences / 32);
     b += first_behind(b, 1);
-    Segment found{.sequence = plan_sequence(p, c, b, 0, static_cast<int>(p.query.q_len))};
+    Segment found{.sequence = sequence(p, c, b)};
     const int first = number_of(b), numbers = c.item_units + found.sequence.units;
     found.item = divide_down(begin - first, numbers);
     found.item_base = first + found.item * numbers;
@@ -105,7 +113,7 @@ class PlanTable {
   // Item `number` of all sequences, those that see no key included, whole; not given() if it sees no key.
   __device__ __forceinline__ Segment item(const AttentionParams& p, const SplitConfig& c, int number) const {
     const int each = items_of_sequence(p, c), b = divide_down(number, each);
-    Segment found{.sequence = plan_sequence(p, c, b, 0, static_cast<int>(p.query.q_len)), .item = number - b * each};
+    Segment found{.sequence = sequence(p, c, b), .item = number - b * each};
     found.item_base = number_of(b) + found.item * (c.item_units + found.sequence.units);
     found.hi = found.sequence.units;
     return found;
@@ -128,9 +136,17 @@ class PlanTable {
               block_rows = static_cast<int>(c.block_rows.value);
     return c.block_rows.quotient(rows + block_rows - 1) * static_cast<int>(p.query.kv_heads);
   }
+  // Past the L1, which may hold what was there before the kernel before this one.
+  static __device__ __forceinline__ SequenceKeys keys_now(const AttentionParams& p, const SplitConfig& c, int b) {
+    return read_keys(p, c, b, [](const IndexView& view, int i) { return load_past_l1(view, i); });
+  }
+  __device__ __forceinline__ PlannedSequence sequence(const AttentionParams& p, const SplitConfig& c, int b) const {
+    return plan_sequence(p, c, b, 0, static_cast<int>(p.query.q_len), [&](int b) { return keys_[b]; });
+  }
   __device__ __forceinline__ int number_of(int b) const { return b == 0 ? 0 : upto_[b - 1]; }
 
   int upto_[kSequences];  // numbers of the sequences up to each
+  SequenceKeys keys_[kSequences];
   OfWarp warps_[kMaxWarps];
 };
 

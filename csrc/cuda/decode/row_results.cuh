@@ -40,6 +40,22 @@ struct QueryRow {
   }
 };
 
+// The value of the only key that a row of an item sees, or null.
+__device__ __forceinline__ const uint16_t* find_lone_value(const DecodeParams& p, const Segment& segment,
+                                                           const ItemRows& item, int row) {
+  const KeyRange keys = segment.sequence.mask(p.call.score).visible(p.split.group.quotient(item.first_row + row));
+  if (keys.size() != 1) return nullptr;
+  const KvView& kv = p.call.kv;
+  int64_t page = segment.sequence.batch, slot = keys.begin;
+  if (kv.block_table.given()) {
+    const Quotient at = divide(keys.begin, p.page_size);
+    page = kv.block_table(page, at.quotient);
+    slot = at.remainder;
+  }
+  return static_cast<const uint16_t*>(kv.v) + page * kv.v_stride[0] + slot * kv.v_stride[1] +
+         item.kv_head * kv.v_stride[2];
+}
+
 // The maximum of a row that has seen keys, but none whose score is more than -inf: they weigh exp2(-inf - it) = 0, not
 // NaN, and (it, 0) is no empty state. Its sums are 0 / 0 in the end, NaN as in eager attention, unless there is a sink.
 inline constexpr float kLeastMaximum = -FLT_MAX;
@@ -124,18 +140,8 @@ template <int kTiles, int kSteps> struct RowSums {
                                                                       const ItemRows& item, int first_row) {
     for_rows(item, first_row, [&](int n, int c, int row) {
       if (sum[n][c] != 1 || !(fabsf(max[n][c]) < kInf)) return;
-      const int query = p.split.group.quotient(item.first_row + row);
-      const KeyRange keys = segment.sequence.mask(p.call.score).visible(query);
-      if (keys.size() != 1) return;
-      const KvView& kv = p.call.kv;
-      int64_t page = segment.sequence.batch, slot = keys.begin;
-      if (kv.block_table.given()) {
-        const Quotient at = divide(keys.begin, p.page_size);
-        page = kv.block_table(page, at.quotient);
-        slot = at.remainder;
-      }
-      const auto* v = static_cast<const uint16_t*>(kv.v) + page * kv.v_stride[0] + slot * kv.v_stride[1] +
-                      item.kv_head * kv.v_stride[2];
+      const uint16_t* v = find_lone_value(p, segment, item, row);
+      if (!v) return;
       v += static_cast<int>(threadIdx.x) % 32 / 4;
       for_columns(p, [&](int i) { acc[n][i / 2][i % 2 * 2 + c] = T::load(v[8 * i]); });
     });
