@@ -70,8 +70,9 @@ def _prepare(shape: Shape, peers: bool, on_host: bool) -> GpuSetup:
         calls: dict[str, Call] = {"flashq": lambda: torch.ops.flashq.decode(q, k, v, seqlens, **shape.options)}
         if peers:
             calls |= gpu_peers.sdpa(q, k, v, causal=False)
-            if fa3 := gpu_peers.fa3():
-                calls[gpu_peers.FA3] = lambda: fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=seqlens)
+            calls |= gpu_peers.fa3_calls(
+                (q, k, v), lambda fa3, *qkv: fa3.flash_attn_with_kvcache(*qkv, cache_seqlens=seqlens)
+            )
         return calls
 
     nothing = torch.empty(1, 1, 1, shape.head_dim, device="cuda", dtype=DTYPE)

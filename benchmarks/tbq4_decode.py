@@ -165,9 +165,9 @@ def _contenders(shape: Shape, index: int) -> dict[str, Call]:
             return torch.nn.functional.scaled_dot_product_attention(*heads_first, enable_gqa=True)
 
     calls["cuDNN bf16"] = cudnn
-    if fa3 := gpu_peers.fa3():
-        calls[f"{gpu_peers.FA3} bf16"] = lambda: fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=seqlens)
-    return calls
+    return calls | gpu_peers.fa3_calls(
+        (q, k, v), lambda fa3, *qkv: fa3.flash_attn_with_kvcache(*qkv, cache_seqlens=seqlens), f"{gpu_peers.FA3} bf16"
+    )
 
 
 def _prepare(shape: Shape) -> GpuSetup:

@@ -114,7 +114,7 @@ DecodeLaunch choose(const Attention16Params& p, const Device& device, int32_t de
   choose_warps(how, device.shared_bytes);
   const bool clusters = device.arch >= 90 && runs_code_of_90(device_index);
   how.cluster = choose_cluster(p, kDecodeRows[how.shape], clusters ? kMaxCluster : 1, how.ctas);
-  how.wide = how.cluster == 0 && decode_goes_wide(how.dim, how.shape) && can_overlap(device);  // on code of 9.0a
+  how.wide = how.cluster == 0 && decode_goes_wide(how.dim, how.shape) && runs_90a(device);
   if (how.cluster == 0) return how;
   // What CTAs of a cluster send each other lies behind the rings, which may be short then.
   const int64_t rows = min_of<int64_t>(p.query.q_len * (p.query.q_heads / p.query.kv_heads), kDecodeRows[how.shape]);

@@ -122,6 +122,13 @@ Status enter(const Launch& launch) {
   return enter(launch, device);
 }
 
+Status refuse(const char* argument, const char* expected, int64_t got) {
+  Status status;
+  std::snprintf(status.message, sizeof status.message, "%s: expected %s, got %lld", argument, expected,
+                static_cast<long long>(got));
+  return status;
+}
+
 Status launch_status() {
   const cudaError_t error = cudaGetLastError();
   if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorUnsupportedPtxVersion)

@@ -33,4 +33,7 @@ struct Device {
 // Call right after a launch. It does not wait for the kernel.
 [[nodiscard]] Status launch_status();
 
+// "argument: expected ..., got ..."
+[[nodiscard]] Status refuse(const char* argument, const char* expected, int64_t got);
+
 }  // namespace flashq::cuda

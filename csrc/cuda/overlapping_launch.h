@@ -9,8 +9,9 @@
 
 namespace flashq::cuda {
 
-// Where code for an older GPU runs, nothing in it waits: so the GPU has to be of 9.0, and its code in the build.
-[[nodiscard]] inline bool can_overlap(const Device& device) {
+// Whether code for 9.0a runs, which has wgmma and waits for the kernel before it (code for an older GPU does not): the
+// GPU has to be of 9.0, and its code in the build.
+[[nodiscard]] inline bool runs_90a(const Device& device) {
   constexpr bool kBuilt = std::string_view(FLASHQ_CUDA_ARCHS).find("9.0a") != std::string_view::npos;
   return kBuilt && device.arch == 90;
 }
@@ -26,7 +27,7 @@ template <class... Params> void launch_overlapping(void (*kernel)(Params...), di
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = static_cast<cudaStream_t>(launch.stream);
   config.attrs = &attribute;
-  config.numAttrs = can_overlap(device) ? 1 : 0;
+  config.numAttrs = runs_90a(device) ? 1 : 0;
   (void)cudaLaunchKernelEx(&config, kernel, params...);  // launch_status() tells
 }
 

@@ -1,5 +1,4 @@
 // The host's side of the kernel in prefill_sm80.cuh.
-#include <cstdio>
 #include <type_traits>
 
 #include "cuda/prefill.h"
@@ -29,12 +28,8 @@ int64_t prefill_sm80_scratch_bytes(const Attention16Params& p) {
 Status prefill_sm80(const Attention16Params& p, const Device& device, const Launch& launch) {
   const QueryView& q = p.query;
   const PrefillPlan planned = plan(p);
-  if (const int64_t blocks = planned.row_tiles * q.kv_heads; blocks > INT32_MAX) {  // of a grid
-    Status status;
-    std::snprintf(status.message, sizeof status.message, "q: expected up to 2^31 - 1 tiles of rows, got %lld",
-                  static_cast<long long>(blocks));
-    return status;
-  }
+  if (const int64_t blocks = planned.row_tiles * q.kv_heads; blocks > INT32_MAX)  // of a grid
+    return refuse("q", "up to 2^31 - 1 tiles of rows", blocks);
   constexpr int64_t kSectionBytes = 32 << 20;  // of K and V in the L2 cache
   const int64_t keys = max_of<int64_t>(min_of(kv_capacity(p.kv), kSectionBytes), 1);
   const PrefillArguments args{.p = p,

@@ -6,7 +6,6 @@
 //   S (64 x kTileK) = Q K^T, both in shared memory;  P = softmax(S);  O (64 x kTileD) += P V, P in registers.
 // S of the next tile and O of the last one are issued together, and the softmax runs meanwhile.
 #include <cmath>
-#include <string_view>
 
 #include "cuda/overlapping_launch.h"
 #include "cuda/prefill_sm90.h"
@@ -17,9 +16,6 @@
 
 namespace flashq::cuda {
 namespace {
-
-// wgmma is an instruction of sm_90a alone.
-constexpr bool kBuilt = std::string_view(FLASHQ_CUDA_ARCHS).find("9.0a") != std::string_view::npos;
 
 // Whether TMA can read rows at these strides (batch, token, head), `pack` heads at once; a stride nobody takes may be
 // anything. `shared`: all sequences may be one.
@@ -39,7 +35,7 @@ bool tma_fits(const void* data, const int64_t (&stride)[3], int64_t batch, int64
 
 bool prefill_sm90_takes(const Attention16Params& p, const Device& device) {
   using namespace sm90;
-  if (!kBuilt || device.arch != 90 || device.shared_bytes < kMostShared) return false;
+  if (!runs_90a(device) || device.shared_bytes < kMostShared) return false;
   const QueryView& q = p.query;
   if (q.dtype == Dtype::kFloat32 || q.out_dtype != q.dtype || p.kv_chunk != 0) return false;
   // Scores times log2(e), and what is multiplied before, stay float32.

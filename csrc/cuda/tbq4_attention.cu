@@ -1,6 +1,5 @@
 // tbq4_attention on CUDA: which kernel runs a call, how its work is cut, and how much shared memory it takes.
 #include <bit>
-#include <cstdio>
 
 #include "cuda/decode/merge_partials.h"
 #include "cuda/kernels.h"
@@ -150,13 +149,6 @@ bool choose_warps(int64_t head_dim, int most, int rows, bool offsets, int64_t sh
     if (how.shared_bytes <= shared_bytes) return true;
   }
   return false;
-}
-
-Status refuse(const char* argument, const char* expected, int64_t got) {
-  Status status;
-  std::snprintf(status.message, sizeof status.message, "%s: expected %s, got %lld", argument, expected,
-                static_cast<long long>(got));
-  return status;
 }
 
 }  // namespace

@@ -3,10 +3,8 @@
 // A producer warpgroup expands each tile of codes to fp16, once for the 128 rows of the CTA, in the layout that wgmma
 // reads; two consumer warpgroups own 64 rows each. Everything happens in the rotated domain: a small kernel ahead
 // rotates the queries, and consumers rotate their results back.
-#include <string_view>
-
+#include "cuda/overlapping_launch.h"
 #include "cuda/prefill_sm90/launch.h"
-#include "cuda/prefill_sm90/plan.cuh"
 #include "cuda/ptx/tensor_map.h"
 #include "cuda/tbq4_prefill/launch.h"
 #include "cuda/tbq4_prefill/prepare_queries.cuh"
@@ -17,9 +15,6 @@ namespace {
 using namespace tbq4_sm90;
 using sm90::kMostRows;
 using sm90::pack_of;
-
-// wgmma is an instruction of sm_90a alone.
-constexpr bool kBuilt = std::string_view(FLASHQ_CUDA_ARCHS).find("9.0a") != std::string_view::npos;
 
 constexpr int64_t kMostPartialBytes = 32 << 20;  // of the partial results of splits
 
@@ -115,7 +110,7 @@ bool tbq4_prefill_wants(const AttentionTbq4Params& p) {
 }
 
 bool tbq4_prefill_takes(const AttentionTbq4Params& p, const Device& device) {
-  if (!kBuilt || device.arch != 90 || device.shared_bytes < sm90::kMostShared) return false;
+  if (!runs_90a(device) || device.shared_bytes < sm90::kMostShared) return false;
   const QueryView& q = p.query;
   const Tbq4View& kv = p.kv;
   const int64_t rows = (q.total_tokens + q.batch) * q.q_heads;
@@ -175,7 +170,7 @@ Status tbq4_prefill(const AttentionTbq4Params& a, const Device& device, const La
                             : q.head_dim == 128 ? launch_prepare<128>
                                                 : launch_prepare<256>;
   prepare_rows(prepare, stream);
-  sm90::plan_prefill<<<1, sm90::kPlanThreads, 0, stream>>>(plan_params(a), s.pack_log2, s.head_packs, kTileRows);
+  sm90::launch_plan(plan_params(a), s, kTileRows, where);
   // At most: every sequence, and the rows behind the last one, ends in a partial tile.
   const int64_t tiles = (ceil_div(q.total_tokens * pack, kTileRows) + q.batch + 1) * s.head_packs;
   const auto start = q.head_dim == 64    ? launch_prefill<64>

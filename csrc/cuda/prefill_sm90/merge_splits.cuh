@@ -33,7 +33,7 @@ static __global__ void __launch_bounds__(32 * kMergeWarps)
       const float partial = lses[k * rows + row];
       if (partial == -kInf && counting > 0) continue;
       // Not exp(partial - lse): far from 0 lse is rounded so coarsely that such weights do not sum to 1.
-      const float weight = counting > 1 ? expf(partial - all.max) / all.sum : 1;
+      const float weight = counting > 1 ? merge_weight(SoftmaxState<Natural>{partial, 1}, all.max) / all.sum : 1;
       const auto o = load<float4>(outs + (k * rows + row) * q.head_dim + d);
       sum = {fmaf(weight, o.x, sum.x), fmaf(weight, o.y, sum.y), fmaf(weight, o.z, sum.z), fmaf(weight, o.w, sum.w)};
     }

@@ -18,7 +18,7 @@ template <int D, int kTiles> Status launch_code_kernel(const CodeLaunch& how, Co
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim = {static_cast<unsigned>(p.cluster_ctas), 1, 1};
-  const bool overlap = can_overlap(device);
+  const bool overlap = runs_90a(device);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(how.ctas));
   config.blockDim = dim3(static_cast<unsigned>(how.warps * 32));
