@@ -98,12 +98,16 @@ int alike_teams(const DecodeLaunch& how, const SplitConfig& c) {
 // The kernel for most rows up to `how.shape` that fits shared memory, with most warps, then with most bytes in flight.
 void choose_warps(DecodeLaunch& how, int64_t shared_bytes) {
   const int most = kDecodeDims[how.dim] > 128 ? 4 : 8;  // 64 KiB of tiles
-  for (;; --how.shape)
+  for (; how.shape >= 0; --how.shape)
     for (how.warps = most; how.warps >> kDecodeTeamShift[how.shape] > 0; how.warps /= 2)
       for (how.stages = kMaxStages; how.stages >= 2; --how.stages) {
         how.shared_bytes = decode_shared_bytes(how.dim, how.shape, how.warps, how.stages);
         if (how.shared_bytes <= shared_bytes) return;
       }
+  // None does: the smallest, which decode() refuses.
+  how.shape = 0;
+  how.warps = 1;
+  how.stages = 2;
 }
 
 DecodeLaunch choose(const Attention16Params& p, const Device& device, int32_t device_index) {
@@ -164,6 +168,7 @@ Status decode(const Attention16Params& p, const Launch& launch) {
   if (const Status status = enter(launch, device); !status.ok()) return status;
   if (p.query.total_tokens == 0 || p.query.q_heads == 0) return {};
   const DecodeLaunch how = choose(p, device, launch.device);
+  if (how.shared_bytes > device.shared_bytes) return refuse("device", kMoreShared, device.shared_bytes);
   const SplitConfig split = split_config(p, how);
   const KvView& kv = p.kv;
   const DecodeParams params{.call = p,

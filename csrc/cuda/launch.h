@@ -35,5 +35,6 @@ struct Device {
 
 // "argument: expected ..., got ..."
 [[nodiscard]] Status refuse(const char* argument, const char* expected, int64_t got);
+inline constexpr char kMoreShared[] = "more bytes of shared memory a block for this head dim";
 
 }  // namespace flashq::cuda

@@ -6,7 +6,6 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
-#include <cstdio>
 #include <type_traits>
 
 #include "cuda/finish_rows.cuh"
@@ -307,21 +306,13 @@ template <class Shared, class Shape> int choose_ring(const Device& device) {
   return 0;
 }
 
-Status refuse_device(const Device& device, int bytes) {
-  Status status;
-  std::snprintf(status.message, sizeof status.message,
-                "device: expected %d bytes of shared memory a block for this head dim, got %lld", bytes,
-                static_cast<long long>(device.shared_bytes));
-  return status;
-}
-
 template <class T, class Shape, bool kScattered> Status launch_kernel(PrefillArguments args, const Device& device,
                                                                       const Launch& launch) {
   constexpr auto kKernel = prefill_kernel<T, Shape, kScattered>;
   const auto stream = static_cast<cudaStream_t>(launch.stream);
   using Memory = Shared<Shape, KeysOf<Shape, kScattered>>;
   args.ring = choose_ring<Memory, Shape>(device);
-  if (args.ring == 0) return refuse_device(device, Memory::bytes(2));
+  if (args.ring == 0) return refuse("device", kMoreShared, device.shared_bytes);
   const int bytes = Memory::bytes(args.ring);
   opt_in<kKernel>(launch.device, bytes);
   const dim3 grid(static_cast<unsigned>(args.row_tiles * args.p.query.kv_heads),

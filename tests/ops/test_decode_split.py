@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -285,3 +286,23 @@ def test_kernels_for_smaller_gpus(shared_bytes: int) -> None:
         [sys.executable, "-m", "pytest", "-q", *tests], env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+@pytest.mark.contract(16)
+@pytest.mark.parametrize("op", ["decode", "prefill", "tbq4_attention"])
+def test_a_gpu_with_too_little_shared_memory(op: str) -> None:
+    """An exception that says so, from every kernel that attends."""
+    code = f"""
+import torch, flashq
+q, k = (torch.zeros(1, n, 2, 128, dtype=torch.float16, device="cuda") for n in (1, 64))
+codes, norms = flashq.tbq4_quantize(k.transpose(1, 2).contiguous())
+lengths = torch.tensor([64], device="cuda")
+arguments = {{"decode": (k, k, lengths), "prefill": (k, k), "tbq4_attention": (codes, norms, codes, norms, lengths)}}
+try:
+    flashq.{op}(q, *arguments["{op}"])
+except RuntimeError as error:
+    print(error)
+"""
+    env = os.environ | {"FLASHQ_CUDA_ARCH": "80", "FLASHQ_CUDA_SMEM": "1024"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert re.match(rf"flashq::{op}: device: expected .* shared memory .*, got 1024", done.stdout), done.stdout

@@ -253,8 +253,7 @@ template <class C> __device__ __forceinline__ void consume(const Params& p, type
       retire_store();
       shared.tile_full[slots.at].wait(slots.parity);
     }
-    __syncwarp();
-    if (lane == 0) shared.tile_empty[slot].arrive();
+    shared.tile_empty[slot].arrive();
   }
 }
 

@@ -146,8 +146,7 @@ __device__ __forceinline__ void produce_keys(const Params& p, typename C::Shared
       if constexpr (!kValues)
         if (n == first + kDrawAhead) let_draw();
     }
-    if (paged) __syncwarp();  // no lane reads the tile any more
-    if (lane == 0) shared.tile_empty[slots.at].arrive();
+    shared.tile_empty[slots.at].arrive_for(paged ? 1 : 32);
     slots.advance();
   }
 }

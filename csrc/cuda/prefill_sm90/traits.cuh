@@ -82,7 +82,7 @@ template <class Element_, int kTileD_, bool kGeneral_> struct Traits {
       may_draw.init(1);
       for (int i = 0; i < kTileSlots; ++i) {
         tile_full[i].init(1);
-        tile_empty[i].init(4 * kConsumers + 3);  // and the producers of Q, K and V
+        tile_empty[i].init(128 * kConsumers + 65);  // all who read it: the producers are two warps and a thread
       }
     }
   };

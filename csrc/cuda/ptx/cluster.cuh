@@ -36,10 +36,12 @@ struct Inbox {
 #if __CUDA_ARCH__ >= 900
     uint32_t done = 0;
     while (!done)
-      asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\nselp.u32 %0, 1, 0, p;\n}"
-                   : "=r"(done)
-                   : "r"(shared_address(&state))
-                   : "memory");
+      asm volatile(
+          "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\nselp.u32 %0, 1, 0, "
+          "p;\n}"
+          : "=r"(done)
+          : "r"(shared_address(&state))
+          : "memory");
 #else
     __syncthreads();
 #endif

@@ -17,6 +17,9 @@ struct Barrier {
   __device__ __forceinline__ void arrive() {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
   }
+  __device__ __forceinline__ void arrive_for(uint32_t threads) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(threads) : "memory");
+  }
   // One arrival, which also announces the bytes that copies will bring.
   __device__ __forceinline__ void arrive_expecting(uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
