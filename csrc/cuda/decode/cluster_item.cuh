@@ -95,8 +95,8 @@ __device__ __forceinline__ void merge_cluster(const DecodeParams& p, const Segme
   }
   const int begin = min_of(rank * parts.each, columns), end = min_of(begin + parts.each, columns);
   if (thread == 0) parts.inbox().expect((end - begin) * ctas * ReceivedParts::kColumnBytes);
+  __syncthreads();  // in this order: racecheck follows the barrier only if no wait for the cluster comes before it
   ptx::await_cluster();
-  __syncthreads();
   for_columns(0, columns, [&](int i, int row, int d) {
     const RowPart sum = merge_teams(row, d);
     const int to = divide_down(i, parts.each), column = i - to * parts.each;
