@@ -33,7 +33,8 @@ struct Partial {
   }
 };
 
-// Which splits of a sequence's keys a call of this shape gets, from what does not depend on its batch mates.
+// Which splits of a sequence's keys a call of this shape gets: by the rows of one sequence, so that they do not
+// depend on its batch mates; of a cache by all rows.
 [[nodiscard]] int count_splits(const Attention16Params&, int tile_rows);
 
 // Merges the partials in the order of the splits and finishes the rows.

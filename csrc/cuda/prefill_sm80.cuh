@@ -2,7 +2,7 @@
 //
 // A block takes a tile of rows of one sequence and KV head and walks over the tiles of keys that some of its rows see.
 // K and V tiles pass through a ring in shared memory (cp.async), from there to the tensor cores by ldmatrix; scores
-// and weights never leave the registers. Two or three blocks on an SM hide each other's softmax and waits.
+// and weights never leave the registers. Two blocks on an SM hide each other's softmax and waits.
 #pragma once
 #include <cuda_runtime_api.h>
 

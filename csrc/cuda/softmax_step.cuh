@@ -1,6 +1,7 @@
 // Scores to weights, one tile of keys after the other, on the accumulator fragments of mma.sync (ptx/mma.cuh).
 #pragma once
 #include <cmath>
+#include <limits>
 
 #include "core/softmax_state.h"
 #include "cuda/ptx/math.cuh"
@@ -21,7 +22,7 @@ struct ScoreRule {
 
   explicit ScoreRule(const ScoreOptions& o) : factor(o.scale), gain(o.softcap), capped(o.softcap != 0) {
     if (capped) {
-      shrink = 1 / o.softcap;
+      shrink = std::fmin(1 / o.softcap, std::numeric_limits<float>::max());  // not inf: 0 * inf is NaN
       if (const float quotient = o.scale / o.softcap; std::isnormal(quotient)) {
         factor = quotient;
         shrink = 1;
@@ -35,11 +36,6 @@ struct ScoreRule {
     plain = !capped && last == 1 && factor > 0 && std::isnormal(factor);
   }
 
-  __device__ __forceinline__ float score(float x) const {
-    x *= factor;
-    if (capped) x = ptx::tanh_approx(x * shrink) * gain;
-    return x * last;
-  }
   // q.k to scores, with the choices outside the loops.
   template <int kM, int kN> __device__ __forceinline__ void apply(float (&s)[kM][kN][4]) const {
     const auto for_each = [&](auto f) {

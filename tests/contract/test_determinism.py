@@ -109,10 +109,17 @@ def test_prefill_rows_do_not_depend_on_batch_mates(backend: torch.device) -> Non
             alone = call("prefill_varlen", q[rows], k[rows], v[rows], own, own, device=backend, causal=True, **hints)
             assert torch.equal(alone[0], out[rows])
             assert torch.equal(alone[1], lse[:, rows])
-    batch = [x[:65].unsqueeze(0) for x in (q, k, v)]
-    pair = [torch.cat([x, x.flip(1)]) for x in batch]
-    one, two = (call("prefill", *inputs, device=backend)[0] for inputs in (batch, pair))
-    assert torch.equal(one[0], two[0])
+
+
+@pytest.mark.contract(13)
+@everywhere(keys=(65, 8192))  # of more, kernels split them
+def test_rows_of_a_dense_prefill_do_not_depend_on_batch_mates(keys: int, backend: torch.device) -> None:
+    q, k, v = (randn(1, n, h, 64, dtype=torch.bfloat16, seed=h) for n, h in ((65, 4), (keys, 2), (keys, 1)))
+    v = v.repeat(1, 1, 2, 1)
+    alone = call("prefill", q, k, v, device=backend)
+    among = call("prefill", *(torch.cat([x, *[x.flip(1)] * 7]) for x in (q, k, v)), device=backend)
+    for one, many in zip(alone, among, strict=True):
+        assert torch.equal(one[0], many[0])
 
 
 @pytest.mark.contract(13)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import golden
 import pytest
@@ -83,6 +86,40 @@ def test_many_rows_over_pages(page_size: int, dim: int, window: int) -> None:
     q = randn(3, 130, 6, dim, dtype=torch.bfloat16)
     more = (cache.seqlens, cache.block_table, None, torch.tensor(starts))
     check_16bit("decode", q, *cache[:2], *more, device="cuda", big=True, window_left=window)
+
+
+@pytest.mark.contract(1)
+@pytest.mark.parametrize("op", ["prefill", "decode"])
+@pytest.mark.parametrize("queries", [1, 40, 300])
+@pytest.mark.parametrize(
+    ("scale", "softcap", "magnitude"),
+    [
+        (3e38, 0.0, 1e-20),
+        (1e30, 1e-9, 1e-16),
+        (1e-30, 3e38, 1e15),
+        (3e38, 3e38, 1e-20),
+        (2.0, 1e-37, 1.0),
+        (1.0, 1e-40, 0.0),
+    ],
+)
+def test_any_finite_scale_and_softcap(op: str, queries: int, scale: float, softcap: float, magnitude: float) -> None:
+    """Factors whose product or quotient leaves the range of float32, though the scores themselves do not."""
+    q, k, v = (randn(1, n, h, 64, seed=n).bfloat16() for n, h in ((queries, 2), (390, 1), (391, 1)))
+    q, k, v = q * magnitude, k * magnitude, v[:, :390]
+    lengths = [torch.tensor([390])] if op == "decode" else []
+    check_16bit(op, q, k, v, *lengths, device="cuda", scale=scale, softcap=softcap)
+
+
+def test_very_many_heads_over_one_key() -> None:
+    """Two blocks of rows, and heads enough that keys in L2 times heads leaves 32 bits."""
+    q = torch.zeros(193, 16385, 64, dtype=torch.bfloat16, device="cuda")
+    v = randn(1, 1, 64, dtype=torch.bfloat16).cuda()
+    queries, keys = (torch.tensor([0, n], device="cuda") for n in (193, 1))
+    out, lse = flashq.prefill_varlen(q, v, v, queries, keys, causal=True)
+    assert torch.equal(out[192], v[0].expand(16385, 64))
+    assert not out[:192].any()
+    assert not lse[:, 192].any()
+    assert (lse[:, :192] == -INF).all()
 
 
 @pytest.mark.contract(6)
@@ -273,3 +310,16 @@ def test_a_graph_replays_with_other_lengths_beside_another_graph() -> None:
         torch.cuda.synchronize()
         for got, wanted in zip(results, expected, strict=True):
             assert all(map(torch.equal, got, wanted))
+
+
+def test_kernels_for_other_gpus() -> None:
+    """Most of this file once more, by the kernel for compute capability 8.0."""
+    names = ("many_tiles", "scores_far_above", "scale_and_softcap", "split", "packed")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", __file__, "-m", "cuda", "-k", " or ".join(names)],
+        env=os.environ | {"FLASHQ_CUDA_ARCH": "80"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

@@ -39,8 +39,8 @@ TOOLS: dict[str, list[str]] = {
 # Without its cache torch's tensors are allocations of their own, whose ends memcheck knows, and initcheck sees what
 # nobody wrote. The others take a third of the time with it.
 UNCACHED = ("memcheck", "initcheck")
-# Outputs that Hopper kernels write by TMA, which initcheck does not see: there they are not read back, but those of the
-# kernels for compute capability 8.0 are.
+# On Hopper these run kernels of its own, so those for compute capability 8.0 get processes, too. And initcheck does not
+# see the outputs that the former write by TMA: there they are not read back.
 BY_TMA = {"prefill", "prefill_varlen"}
 # Ops of one process: what takes the longest is its start.
 GROUPS = (
@@ -149,7 +149,7 @@ def make_jobs(tools: Sequence[str], pattern: str) -> list[Job]:
             continue
         parts = PARTS.get((tool, group), 1)
         jobs += [Job(tool, ops, f"{number}/{parts}") for number in range(1, parts + 1)]
-        if tool == "initcheck" and set(ops) <= BY_TMA:
+        if set(ops) <= BY_TMA:
             jobs.append(Job(tool, ops, arch="80"))
     jobs.sort(key=lambda job: (job.tool != "racecheck", GROUPS[0][0] not in job.ops))
     return [*jobs, *map(Job, tools)]

@@ -35,6 +35,7 @@ def _strided(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 MANY = 20_011  # TBQ4 blocks: enough for the kernels that hold a block in a thread, on up to 156 multiprocessors
+SPLIT = 4200  # keys: enough for every kernel to split them
 BULK = ((torch.float32, 64), (torch.bfloat16, 128), (torch.float16, 256))  # every dtype and block width
 
 
@@ -156,10 +157,9 @@ def _attention_inputs() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 
 def _few_queries() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Over so many keys that they are split."""
     for dtype, head_dim, rows in product(DTYPES[1:], (64, 128, 256), (_random, _strided)):
-        k = rows(1, 3000, 1, head_dim, dtype=dtype)
-        yield _random(1, 5, 4, head_dim, dtype=dtype), k, _random(1, 3000, 1, head_dim, dtype=dtype)
+        k = rows(1, SPLIT, 1, head_dim, dtype=dtype)
+        yield _random(1, 5, 4, head_dim, dtype=dtype), k, _random(1, SPLIT, 1, head_dim, dtype=dtype)
 
 
 def prefill() -> Iterator[Call]:
@@ -189,8 +189,9 @@ def decode() -> Iterator[Call]:
         table = torch.arange(len(q) * pages, dtype=torch.int32).flip(0).view(len(q), pages)
         yield (q, *caches, torch.tensor([pages * page_size - 1, 3][: len(q)]), table), {"kv_chunk": chunk}
     for i, (q, k, v) in enumerate(_few_queries()):
-        yield (q, k, v, torch.tensor([2999])), {"kv_chunk": (0, 512)[i % 2]}
-        yield (q[0], k, v, torch.tensor([2999]), None, torch.tensor([0, q.shape[1]])), {"kv_chunk": (512, 0)[i % 2]}
+        length = torch.tensor([SPLIT - 1])
+        yield (q, k, v, length), {"kv_chunk": (0, 512)[i % 2]}
+        yield (q[0], k, v, length, None, torch.tensor([0, q.shape[1]])), {"kv_chunk": (512, 0)[i % 2]}
 
 
 def tbq4_attention() -> Iterator[Call]:

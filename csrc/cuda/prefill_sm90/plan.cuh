@@ -1,4 +1,5 @@
-// The planner of packed sequences: a block that reads cu_seqlens on the device and writes a Plan.
+// The planner of packed sequences and of caches: a block that reads offsets and lengths on the device and writes a
+// Plan.
 #pragma once
 #include <cub/block/block_radix_sort.cuh>
 #include <cub/block/block_scan.cuh>

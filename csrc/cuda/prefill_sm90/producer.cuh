@@ -1,4 +1,4 @@
-// The producer warps: one streams K and V, one loads Q, one finds tiles.
+// The producer warps: one streams K, one V, one loads Q, one finds tiles.
 #pragma once
 #include "cuda/prefill_sm90/schedule.cuh"
 #include "cuda/ptx/dependent_launch.cuh"

@@ -23,7 +23,8 @@ __device__ __forceinline__ void place_tile(const Schedule& s, int i, int row_blo
     head = i / row_blocks;
     return;
   }
-  const int section = min(heads, max(s.l2_keys / max(kv_len, 1), 1) * s.packs_per_kv);
+  const int64_t shared = int64_t{max(s.l2_keys / max(kv_len, 1), 1)} * s.packs_per_kv;
+  const auto section = static_cast<int>(min(int64_t{heads}, shared));
   const int first = i / (row_blocks * section) * section, rest = i - first * row_blocks;
   const int width = min(section, heads - first);
   row_block = row_blocks - 1 - rest / width;

@@ -12,7 +12,7 @@ __device__ __forceinline__ float precise_tanh(float x) {
   const float e = ptx::exp2_approx(fabsf(x) * (-2 * kLog2E));
   return copysignf(__fdividef(1 - e, 1 + e), x);
 }
-// ScoreRule::score of a product that the factor is already part of.
+// The score in base 2 of a product that the rule's factor is already part of.
 __device__ __forceinline__ float finish_score(const ScoreRule& rule, float x) {
   if (rule.capped) x = precise_tanh(x * rule.shrink) * rule.gain;
   return x * rule.last;
