@@ -36,6 +36,7 @@ from flashq.cli import machine
 from flashq.cli.output import progress_bar
 from flashq.cli.timing import format_seconds
 
+RESULTS = Path(__file__).parent / "results"
 COOL_PAUSE = 0.05  # seconds; after it the clock is the GPU's highest
 # GPU command -> what it measures, its rows.
 GPU_COMMANDS: dict[str, tuple[str, Callable[[bool], list[Case[gpu.GpuSetup]]]]] = {
@@ -73,8 +74,12 @@ def build_parser() -> argparse.ArgumentParser:
     shared.add_argument("--quick", action="store_true", help="small shapes, seconds in all; the figures mean little")
     shared.add_argument("--only", type=regex, metavar="REGEX", help="rows whose name it matches somewhere")
     shared.add_argument("--seconds", type=duration, help="for every row (default: 4 on the CPU, 1 on a GPU)")
-    shared.add_argument("--out", type=Path, default=Path(__file__).parent / "results", metavar="FOLDER")
-    shared.add_argument("--label", help="last word of the result files' names, for a part of the rows (--only)")
+    shared.add_argument("--out", type=Path, metavar="FOLDER", help="of the result files (default: benchmarks/results)")
+    shared.add_argument(
+        "--label",
+        help="last word of the result files' names (default: none; in benchmarks/results quick or part with --quick "
+        "or --only, so that they do not replace a whole run's)",
+    )
     on_cpu = commands.add_parser("cpu", parents=[shared], help="every op, beside torch and this machine's ceilings")
     on_cpu.add_argument("--isa", choices=machine.cpu_levels().available, help="another level of the CPU kernels")
     for name, (text, _) in GPU_COMMANDS.items():
@@ -134,8 +139,11 @@ def _run(
         console.print("note: other programs are running; the figures will be too low", style="yellow")
     results, failed = measure_all(cases, measure_row, console)
     if results:
-        stem = report.file_stem(environment, options.command, options.label)
-        written = report.write_all(options.out, stem, environment, results, plot=options.command == "cpu")
+        label = options.label
+        if label is None and options.out is None:
+            label = "quick" if options.quick else "part" if options.only else None
+        stem = report.file_stem(environment, options.command, label)
+        written = report.write_all(options.out or RESULTS, stem, environment, results, plot=options.command == "cpu")
         console.print("written: " + ", ".join(map(str, written)), markup=False, highlight=False, soft_wrap=True)
     return 1 if failed else 0
 

@@ -54,8 +54,9 @@ def version_mismatch_message(path: Path, library: str, package: str) -> str:
 def no_cuda_build_message() -> str:
     """The message for a build that found no nvcc, or was told to leave CUDA out."""
     return (
-        "flashq was built without CUDA, so it runs on CPU tensors only. To use a GPU, install the CUDA toolkit "
-        "(nvcc 12 or newer on PATH or in CUDA_HOME) and install flashq again with FLASHQ_CUDA=1."
+        "flashq was built without CUDA, so it runs on CPU tensors only. To use a GPU, have a torch that was built for "
+        "CUDA, install the CUDA toolkit (nvcc 12 or newer on PATH or in CUDA_HOME) and install flashq again with "
+        "FLASHQ_CUDA=1."
     )
 
 

@@ -49,7 +49,8 @@ def collect_missing() -> list[str]:
         missing.append(gpu.problem)
     elif libraries.cuda_problem is None:
         missing.append(
-            "A GPU: the CUDA library is there, but torch finds no device. Check nvidia-smi, and torch's build."
+            "A GPU: the CUDA library is there, but torch finds no device. "
+            + ("Check nvidia-smi." if torch.version.cuda else f"torch {torch.__version__} is a build for CPUs.")
         )
     if importlib.util.find_spec("matplotlib") is None:
         missing.append("matplotlib, for `demo --plot` and the benchmarks' plots: pip install matplotlib.")

@@ -184,7 +184,7 @@ def _attend(
         k, v = key.new.transpose(1, 2), value.new.transpose(1, 2)
         return key.cache.attend(key.layer, q, k, v, attention_mask, **options), None
     if name == "tbq4":
-        refuse(name, "cache", "a TBQ4ModelCache (which enable makes for generate; see make_cache)", "another or none")
+        refuse(name, "cache", "a TBQ4ModelCache (generate makes one; see make_cache)", "another or none")
     return _attend_plain(q, key.transpose(1, 2), value.transpose(1, 2), attention_mask, **options), None
 
 
