@@ -45,6 +45,7 @@ template <int kN> struct Wgmma;
 #define TEXT_40 TEXT_10() "," TEXT_10(1) "," TEXT_10(2) "," TEXT_10(3)
 #define TEXT_4 "%0,%1,%2,%3"
 #define TEXT_16 TEXT_10() ",%10,%11,%12,%13,%14,%15"
+#define TEXT_24 TEXT_10() "," TEXT_10(1) ",%20,%21,%22,%23"
 #define TEXT_32 TEXT_10() "," TEXT_10(1) "," TEXT_10(2) ",%30,%31"
 #define TEXT_48 TEXT_40 ",%40,%41,%42,%43,%44,%45,%46,%47"
 #define TEXT_56 TEXT_40 "," TEXT_10(4) ",%50,%51,%52,%53,%54,%55"
@@ -59,6 +60,7 @@ template <int kN> struct Wgmma;
 #define BIND_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
 #define BIND_16 BIND_8(0), BIND_8(8)
 #define BIND_32_AT(i) BIND_8(i), BIND_8(i + 8), BIND_8(i + 16), BIND_8(i + 24)
+#define BIND_24 BIND_16, BIND_8(16)
 #define BIND_32 BIND_32_AT(0)
 #define BIND_40 BIND_32_AT(0), BIND_8(32)
 #define BIND_48 BIND_32_AT(0), BIND_8(32), BIND_8(40)
@@ -86,6 +88,7 @@ template <int kN> struct Wgmma;
   };
 DEFINE_WGMMA(8, 4, 4, 5, 6, 7, 8, 9, 10)
 DEFINE_WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22)
+DEFINE_WGMMA(48, 24, 24, 25, 26, 27, 28, 29, 30)
 DEFINE_WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
 DEFINE_WGMMA(80, 40, 40, 41, 42, 43, 44, 45, 46)
 DEFINE_WGMMA(96, 48, 48, 49, 50, 51, 52, 53, 54)
@@ -101,6 +104,7 @@ DEFINE_WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef BIND_4
 #undef BIND_40
 #undef BIND_32
+#undef BIND_24
 #undef BIND_32_AT
 #undef BIND_8
 #undef TEXT_128
@@ -111,6 +115,7 @@ DEFINE_WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef TEXT_16
 #undef TEXT_4
 #undef TEXT_32
+#undef TEXT_24
 #undef TEXT_40
 #undef TEXT_10
 

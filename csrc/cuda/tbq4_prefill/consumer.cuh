@@ -130,7 +130,7 @@ template <class C> class Consumer {
   // Raw queries times page offsets, in two sums that lose less.
   __device__ __forceinline__ void issue_offsets() {
     const uint64_t q = ptx::matrix_descriptor(&shared_.raw_q[wg_], 16);
-    const uint64_t x = ptx::matrix_descriptor(&shared_.offsets[rings_.k().at()], 16);
+    const uint64_t x = ptx::matrix_descriptor(&shared_.offsets[rings_.offsets().at()], 16);
 #pragma unroll
     for (int i = 0; i < 2; ++i) ptx::pin(offset_[i]);
 #pragma unroll
@@ -303,11 +303,14 @@ template <class C> class Consumer {
   __device__ __forceinline__ void weigh(const Tile& tile, uint32_t flags, const auto& take_output) {
     const int t = static_cast<int>(threadIdx.x) % 4;
     const Columns columns{flags & kFinish ? shared_.ones : info().k_norm[t], info().v_norm[t], !(flags & kFinish)};
-    float ahead[kAhead][2][4], sum[2];
+    uint32_t ahead[kAhead][4];
+    float sum[2];
     const auto start = [&] {
+      if (flags & kUneven) return;
       const float unit = info().facts.unit, base[2] = {base_[0] - unit, base_[1] - unit};
+      sum[0] = sum[1] = 0;
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) exponentiate(columns, 2 * i, base, ahead[i]);
+      for (int i = 0; i < kAhead; ++i) weigh_group<true>(columns, i, base, ahead[i], sum);
     };
     start();
     take_output();
@@ -379,35 +382,41 @@ template <class C> class Consumer {
     }
   }
   // While O of the tile before is under way: weights of as many times 16 keys as there are registers for.
-  static constexpr int kAhead = kDim == 64 ? 4 : kDim == 128 ? 1 : 2;
+  static constexpr int kAhead = kDim == 64 ? 4 : kDim == 128 || C::kOffsets ? 1 : 2;
 
-  // Weights in fp16, and their sums. Returns whether sums are not above `most`: no weight is larger. kEven: norms are
-  // in the values, but for what all of them have in common.
+  // Weights of 16 keys in fp16. kEven: norms are in the values, but for what all of them have in common.
   template <bool kEven>
-  __device__ __forceinline__ bool try_weights(const Columns& columns, float most, const float (&ahead)[kAhead][2][4],
+  __device__ __forceinline__ void weigh_group(const Columns& columns, int i, const float (&base)[2],
+                                              uint32_t (&weights)[4], float (&sum)[2]) const {
+    float p[2][4];
+    exponentiate(columns, 2 * i, base, p);
+    float4 v{1, 1, 1, 1};
+    if constexpr (!kEven) v = load_again(columns.v_norm + 4 * i);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      sum[h] += (p[h][0] + p[h][2]) + (p[h][1] + p[h][3]);
+      weights[h] = ptx::pack<Float16>(p[h][0] * v.x, p[h][1] * v.y);
+      weights[2 + h] = ptx::pack<Float16>(p[h][2] * v.z, p[h][3] * v.w);
+    }
+  }
+  // Weights of a tile, and their sums; `ahead`, and sums of it, are there already if kEven. Returns whether sums are
+  // not above `most`: no weight is larger.
+  template <bool kEven>
+  __device__ __forceinline__ bool try_weights(const Columns& columns, float most, const uint32_t (&ahead)[kAhead][4],
                                               float (&sum)[2]) {
     const float unit = info().facts.unit, base[2] = {base_[0] - unit, base_[1] - unit};
-    sum[0] = sum[1] = 0;
+    if (!kEven) sum[0] = sum[1] = 0;
 #pragma unroll
     for (int i = 0; i < kTileK / 16; ++i) {
-      float p[2][4];
-      if (i < kAhead) {
+      if (kEven && i < kAhead) {
 #pragma unroll
-        for (int n = 0; n < 8; ++n) p[n / 4][n % 4] = ahead[i][n / 4][n % 4];
+        for (int n = 0; n < 4; ++n) prob_[i][n] = ahead[i][n];
       } else {
-        exponentiate(columns, 2 * i, base, p);
-      }
-      float4 v{1, 1, 1, 1};
-      if constexpr (!kEven) v = load_again(columns.v_norm + 4 * i);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        sum[h] += (p[h][0] + p[h][2]) + (p[h][1] + p[h][3]);
-        prob_[i][h] = ptx::pack<Float16>(p[h][0] * v.x, p[h][1] * v.y);
-        prob_[i][2 + h] = ptx::pack<Float16>(p[h][2] * v.z, p[h][3] * v.w);
+        weigh_group<kEven>(columns, i, base, prob_[i], sum);
       }
     }
     if (kEven) {
-      const float scale = info().facts.most / kMostWeight;
+      const float scale = info().facts.most * (1 / kMostWeight);
       sum[0] *= scale;
       sum[1] *= scale;
     }

@@ -110,7 +110,8 @@ template <class C> class Describer {
   // What of a tile does not depend on norms.
   __device__ __forceinline__ void write_keys(KeyTile<C::kTileK>& info, int first, uint32_t flags, float most,
                                              float unit, const LaneKeys& keys) const {
-    if (p_.exact || flags & kIncomplete) {
+    // Consumers look at them only where some row does not see all, or some value is NaN.
+    if ((flags & (kFinish | kPoison)) != 0 && (p_.exact || flags & kIncomplete)) {
 #pragma unroll 1
       for (int t = 0; t < 4; ++t) {
         const uint32_t there = gather(keys.there, t), held = gather(keys.held, t);
@@ -160,10 +161,14 @@ template <class C> class Describer {
     rings_.advance_info();
   }
 
-  // The page offsets of a tile: one row for each group of 16 keys.
+  // Starts to load the page offsets of a tile: one row for each group of 16 keys.
   __device__ __forceinline__ void load_offsets(const int (&pages)[C::kGroups]) const {
     const Tbq4View& kv = p_.call.kv;
-    auto& boxes = shared_.offsets[rings_.k().at()];
+    if constexpr (C::kOffsetStages < C::kInfoStages) {  // until the consumers are done with what is there
+      const RingPosition<C::kInfoStages> last{rings_.info().count - C::kOffsetStages};
+      shared_.info_empty[last.at()].wait(last.parity());
+    }
+    auto& boxes = shared_.offsets[rings_.offsets().at()];
     const uint16_t* const of_head = kv.k_offsets + kv_head_ * kv.k_offsets_stride[1];
 #pragma unroll 1
     for (int i = lane_; i < C::kGroups * kChunks; i += 32) {
@@ -176,17 +181,6 @@ template <class C> class Describer {
         store(to, load_eight(from, page >= 0, false));
     }
     ptx::cp_async_commit();
-    ptx::cp_async_wait<0>();
-  }
-  // This warp's part of a K buffer.
-  __device__ __forceinline__ void publish_keys() {
-    ptx::fence_async_proxy();
-    __syncwarp();
-    if (lane_ == 0) shared_.k_full[rings_.k().at()].arrive();
-    rings_.advance_k();
-  }
-  __device__ __forceinline__ void acquire_keys() const {
-    shared_.k_empty[rings_.k().at()].wait(rings_.k().parity() ^ 1);
   }
 
   __device__ __forceinline__ void describe_tiles(const Tile& tile) {
@@ -221,13 +215,6 @@ template <class C> class Describer {
       write_keys(info, n * C::kTileK, kExact | kCoarse | kRest | kFinish | kUneven | (last ? kLast : 0),
                  kMostWeight / kLeastNorm, 1, keys);
       publish_info();
-      if constexpr (C::kOffsets) {
-#pragma unroll 1
-        for (int i = 0; i < 2; ++i) {
-          acquire_keys();
-          publish_keys();
-        }
-      }
     });
   }
 
@@ -239,6 +226,7 @@ template <class C> class Describer {
     const LaneKeys keys = find_keys(tile, n, raw.page[group] >= 0);
     shared_.info_empty[rings_.info().at()].wait(rings_.info().parity() ^ 1);
     auto& info = shared_.info[rings_.info().at()];
+    if constexpr (C::kOffsets) load_offsets(raw.page);
     float most, unit;
     {
       Norms norms;
@@ -285,17 +273,11 @@ template <class C> class Describer {
     }
     if (raw.missing) flags |= kIncomplete | kFinish;
     write_keys(info, n * C::kTileK, flags, most, unit, keys);
-    publish_info();
     if constexpr (C::kOffsets) {
-      acquire_keys();
-      load_offsets(raw.page);
-      publish_keys();
-      if (flags & kRest) {
-        acquire_keys();
-        publish_keys();
-      }
+      ptx::cp_async_wait<0>();
+      ptx::fence_async_proxy();
     }
-    __syncwarp();
+    publish_info();
     if (lane_ == 0) shared_.raw_empty[raw_ring_.at].arrive();
     raw_ring_.advance();
   }

@@ -48,12 +48,19 @@ template <class C> class ExactRows {
 
   template <bool kValues>
   __device__ __forceinline__ void for_each(const void* data, const int64_t (&stride)[3], const auto& function) const {
-    constexpr int kStep = C::kExpanders * kRows;
-    Words next = load_words(data, stride, 0);
+    constexpr int kStep = C::kExpanders * kRows, kAhead = 3;  // a row takes less time than a load
+    const auto load_row = [&](int n) {
+      return warp_ * kRows + n * kStep < C::kTileK ? load_words(data, stride, n) : Words{};
+    };
+    Words next[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) next[i] = load_row(i);
 #pragma unroll 1
-    for (int base = warp_ * kRows, n = 1; base < C::kTileK; base += kStep, ++n) {
-      const Words words = next;
-      if (base + kStep < C::kTileK) next = load_words(data, stride, n);
+    for (int base = warp_ * kRows, n = kAhead; base < C::kTileK; base += kStep, ++n) {
+      const Words words = next[0];
+#pragma unroll
+      for (int i = 1; i < kAhead; ++i) next[i - 1] = next[i];
+      next[kAhead - 1] = load_row(n);
       function(base + ptx::fresh_lane() / kLanes, finish_row<kValues>(words));
     }
   }

@@ -93,16 +93,23 @@ template <class C> class Expander {
     ExactKeys(p_, tile).template tiles<C>(p_, tile).for_each([&](int n, bool) {
       const ExactRows<C> rows(p_, tile, n, warp_);
       const int at = await_info();
-      acquire(shared_.k_empty, rings_.k());
-      float top = kLeastNorm;
+      const auto rest = rings_.k(), values = rings_.v(1);
+      rings_.advance_k();
+      const auto keys = rings_.k();
+      acquire(shared_.k_empty, rest);
+      acquire(shared_.k_empty, keys);
+      acquire(shared_.v_empty, values);
       const auto leads = [] { return ptx::fresh_lane() % ExactRows<C>::kLanes == 0; };
       rows.for_each_key([&](int key, const auto& row) {
-        rows.store_row(shared_.k[rings_.k().at()], key, row.parts.rest);
+        rows.store_row(shared_.k[rest.at()], key, row.parts.rest);
+        rows.store_row(shared_.k[keys.at()], key, row.parts.high);
         if (leads()) shared_.info[at].k_norm[key % 8 / 2][key / 8 * 2 + key % 2] = row.unit * p_.norm_factor;
       });
+      float top = kLeastNorm;
       rows.for_each_value([&](int key, const auto& row) {
         auto& info = shared_.info[at];
         const int t = key % 8 / 2, column = key / 8 * 2 + key % 2;
+        rows.store_row(shared_.v[values.at()], key, row.parts.high);
         top = fmaxf(top, row.unit);
         if (leads()) info.v_norm[t][column] = row.unit;
         if (row.poison) {
@@ -115,16 +122,10 @@ template <class C> class Expander {
       // Of positive numbers the bits have the same order.
       if (ptx::fresh_lane() == 0)
         atomicMin(reinterpret_cast<uint32_t*>(&shared_.info[at].facts.most), bits_of(kMostWeight / top));
-      publish_keys();
-      acquire(shared_.k_empty, rings_.k());
-      rows.for_each_key(
-          [&](int key, const auto& row) { rows.store_row(shared_.k[rings_.k().at()], key, row.parts.high); });
-      publish_keys();
-      const auto values = rings_.v(1);
-      acquire(shared_.v_empty, values);
-      rows.for_each_value(
-          [&](int key, const auto& row) { rows.store_row(shared_.v[values.at()], key, row.parts.high); });
+      publish(shared_.k_full[rest.at()]);
+      publish(shared_.k_full[keys.at()]);
       publish(shared_.v_full[values.at()]);
+      rings_.advance_k();
     });
   }
 

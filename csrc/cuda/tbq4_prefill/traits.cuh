@@ -64,10 +64,11 @@ template <int kSize> struct RingPosition {
 
 // Positions in the rings of K buffers and of what is known of them, in one register; they wrap at 2^16. Every tile of
 // keys has one V, but K may take two buffers.
-template <int kStages, int kVStages, int kInfoStages> class RingPositions {
+template <int kStages, int kVStages, int kInfoStages, int kOffsetStages> class RingPositions {
  public:
   __device__ __forceinline__ RingPosition<kStages> k() const { return {counts_}; }
   __device__ __forceinline__ RingPosition<kInfoStages> info() const { return {counts_ >> 16}; }
+  __device__ __forceinline__ RingPosition<kOffsetStages> offsets() const { return {counts_ >> 16}; }
   // Of the tile so many before the next one of info().
   __device__ __forceinline__ RingPosition<kVStages> v(uint32_t before) const { return {(counts_ >> 16) - before}; }
   __device__ __forceinline__ void advance_k() { counts_ = (counts_ & 0xffff0000) | (counts_ + 1 & 0xffff); }
@@ -104,13 +105,13 @@ template <int kDim_, bool kOffsets_> struct Traits {
   static constexpr int kThreads = 32 * kProducers + 128 * kConsumers;
   static_assert(kTileQ == kTileRows);
   // Keys: what fits shared memory, and the registers of consumers.
-  static constexpr int kTileK = kDim == 64 ? 128 : kDim == 128 ? (kOffsets ? 96 : 112) : 32;
+  static constexpr int kTileK = kDim == 64 ? 128 : kDim == 128 ? (kOffsets ? 96 : 112) : (kOffsets ? 32 : 48);
   static constexpr int kGroups = kTileK / 16;  // of 16 keys, which lie on one page
   static constexpr int kBoxes = kDim / 64;
   static constexpr int kStages = 2, kVStages = 2, kInfoStages = 4;
-  static constexpr int kRawStages = kDim == 256 && kOffsets ? 2 : 4;
+  static constexpr int kRawStages = kDim == 256 && kOffsets ? 2 : 4, kOffsetStages = kDim == 256 ? 2 : 4;
   static constexpr int kTileSlots = 2;
-  static constexpr int kProducerRegisters = 64, kConsumerRegisters = 192;
+  static constexpr int kProducerRegisters = kDim == 256 ? 56 : 64, kConsumerRegisters = 256 - kProducerRegisters;
 
   // Keys of a lane of the warp that describes them.
   static constexpr int kLaneKeys = kTileK > 64 ? 4 : 2;
@@ -123,7 +124,7 @@ template <int kDim_, bool kOffsets_> struct Traits {
   static constexpr float kReachOfQuery = kDim == 64 ? 16 : kDim == 128 ? 22.6f : 32;
   static constexpr float kReachOfKeys = kBlocks == 2 ? 40 : 300;
 
-  using Rings = RingPositions<kStages, kVStages, kInfoStages>;
+  using Rings = RingPositions<kStages, kVStages, kInfoStages, kOffsetStages>;
 
   // Keys or values of a tile as they lie in the cache. Of head dim 256 the norms become factors of the values.
   struct RawTile {
@@ -142,7 +143,7 @@ template <int kDim_, bool kOffsets_> struct Traits {
     alignas(1024) Box k[kStages][kBoxes][kTileK];
     alignas(1024) Box v[kVStages][kBoxes][kTileK];
     alignas(1024) Box raw_q[kOffsets ? kConsumers : 0][kBoxes][kRows];
-    alignas(1024) Box offsets[kOffsets ? kStages : 0][kBoxes][8];  // of the pages of groups of 16 keys
+    alignas(1024) Box offsets[kOffsets ? kOffsetStages : 0][kBoxes][8];  // of the pages of groups of 16 keys
     RawTiles raw[kRawStages];
     KeyTile<kTileK> info[kInfoStages];
     ptx::Barrier q_full[kConsumers], q_empty[kConsumers];
@@ -172,7 +173,7 @@ template <int kDim_, bool kOffsets_> struct Traits {
         info_empty[i].init(4 * kConsumers);
       }
       for (int i = 0; i < kStages; ++i) {
-        k_full[i].init(kExpanders + kOffsets);
+        k_full[i].init(kExpanders);
         k_empty[i].init(4 * kConsumers);
       }
       for (int i = 0; i < kVStages; ++i) {
