@@ -45,7 +45,6 @@ template <class C> class Consumer {
       : p_(p), shared_(shared), wg_(__shfl_sync(~0u, (static_cast<int>(threadIdx.x) - 32 * C::kProducers) / 128, 0)) {}
 
   __device__ __forceinline__ void run() {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
     if (wg_ == C::kConsumers - 1) pass_turn();  // warpgroup 0 starts
     while (true) {
       shared_.tile_full[tiles_.at()].wait(tiles_.parity());
@@ -61,7 +60,7 @@ template <class C> class Consumer {
       const float2 sum = own_sum();
       finish_tile<C>(p_, tile, first_row(tile), !own_missing(), o_, {{base_[0], base_[1]}, {sum.x, sum.y}});
       __syncwarp();
-      if (lane == 0) shared_.tile_empty[tiles_.at()].arrive();
+      shared_.tile_empty[tiles_.at()].arrive();
       tiles_.advance();
     }
   }
@@ -324,8 +323,8 @@ template <class C> class Consumer {
     }
     update_sum(1, sum[0], 1, sum[1]);
     if (flags & kPoison) note_poison(tile, flags);
-    __syncwarp();  // all lanes have read what is known of the tile
-    release<2>(shared_.info_empty[rings_.info().at()]);
+    __syncwarp();
+    shared_.info_empty[rings_.info().at()].arrive();
     rings_.advance_info();
   }
   // Blocks of values that are NaN become it in O of the rows that read them: at the end, so that it is kept.

@@ -26,8 +26,7 @@ template <class C> class Describer {
         describe_tiles(tile);
         tiles_.advance_q();
       }
-      __syncwarp();
-      if (lane_ == 0) shared_.tile_empty[tiles_.at()].arrive();
+      shared_.tile_empty[tiles_.at()].arrive();
       tiles_.advance();
     }
   }
@@ -156,8 +155,7 @@ template <class C> class Describer {
     for (int i = 0; i < kNormWords; ++i) words[i] = norms[i];
   }
   __device__ __forceinline__ void publish_info() {
-    __syncwarp();
-    if (lane_ == 0) shared_.info_full[rings_.info().at()].arrive();
+    shared_.info_full[rings_.info().at()].arrive();
     rings_.advance_info();
   }
 
@@ -278,7 +276,7 @@ template <class C> class Describer {
       ptx::fence_async_proxy();
     }
     publish_info();
-    if (lane_ == 0) shared_.raw_empty[raw_ring_.at].arrive();
+    shared_.raw_empty[raw_ring_.at].arrive();
     raw_ring_.advance();
   }
 

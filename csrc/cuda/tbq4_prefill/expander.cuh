@@ -29,8 +29,7 @@ template <class C> class Expander {
       }
       if (kLate && tile.first < tile.end) produce_values(1);
       if (p_.exact && tile.first < tile.end) produce_exact_tiles(tile);
-      __syncwarp();
-      if (ptx::fresh_lane() == 0) shared_.tile_empty[tiles_.at()].arrive();
+      shared_.tile_empty[tiles_.at()].arrive();
       tiles_.advance();
     }
   }
@@ -42,8 +41,7 @@ template <class C> class Expander {
   // Ends what this warp writes to a buffer.
   __device__ __forceinline__ void publish(ptx::Barrier& full) const {
     ptx::fence_async_proxy();
-    __syncwarp();
-    if (ptx::fresh_lane() == 0) full.arrive();
+    full.arrive();
   }
   template <class Ring> __device__ __forceinline__ void acquire(ptx::Barrier* empty, const Ring& ring) const {
     empty[ring.at()].wait(ring.parity() ^ 1);
@@ -85,7 +83,7 @@ template <class C> class Expander {
     acquire(shared_.v_empty, values);
     units_.template expand<true>(raw, codes, ptx::shared_address(shared_.v[values.at()]));
     publish(shared_.v_full[values.at()]);
-    if (ptx::fresh_lane() == 0) shared_.raw_empty[place.at()].arrive();
+    shared_.raw_empty[place.at()].arrive();
   }
 
   // Tiles of keys of the exact pool: what fp16 holds of the rotated rows, and of keys, in a buffer ahead, the rest.

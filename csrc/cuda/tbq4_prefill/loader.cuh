@@ -21,8 +21,7 @@ template <class C> class Loader {
       const Tile& tile = shared_.tile[tiles_.at()];
       if (tile.row == sm90::kNoTile) return;
       load_keys(tile);
-      __syncwarp();
-      if (lane_ == 0) shared_.tile_empty[tiles_.at()].arrive();
+      shared_.tile_empty[tiles_.at()].arrive();
       tiles_.advance();
       if (lane_ == 0) {
         shared_.tile_empty[tiles_.at()].wait(tiles_.parity() ^ 1);
@@ -70,7 +69,10 @@ template <class C> class Loader {
       if (lane_ == 0) raw.missing = missing;
       __syncwarp();
       constexpr int kCodeBytes = 16 * C::kDim / 2, kNormBytes = 16 * 2 * C::kBlocks;
-      if (lane_ == 0) full.arrive_expecting(__popc(there) * 2 * (kCodeBytes + kNormBytes));
+      if (lane_ == 0)
+        full.arrive_expecting(__popc(there) * 2 * (kCodeBytes + kNormBytes));
+      else
+        full.arrive();
       __syncwarp();
       // Groups that are neighbours on a page are copied together, by the first of them.
       const bool leads = found && (slot == 0 || (there << 1 >> lane_ & 1) == 0);

@@ -159,30 +159,32 @@ template <int kDim_, bool kOffsets_> struct Traits {
     RowFactors row_factors[kTileQ];
     bool missing[4 * kConsumers];  // by warp of consumers: some row sees a key that is on no page
 
+    // What threads read or write themselves, each of them arrives for: an arrival is cheap, and tells tools which look
+    // for races what no barrier of a warp tells them.
     __device__ void init_barriers() {
       for (int i = 0; i < kConsumers; ++i) {
         q_full[i].init(1);
         q_empty[i].init(4);
       }
       for (int i = 0; i < kRawStages; ++i) {
-        raw_full[i].init(1);
-        raw_empty[i].init(kExpanders + 1);
+        raw_full[i].init(32);
+        raw_empty[i].init(32 * (kExpanders + 1));
       }
       for (int i = 0; i < kInfoStages; ++i) {
-        info_full[i].init(1);
-        info_empty[i].init(4 * kConsumers);
+        info_full[i].init(32);
+        info_empty[i].init(128 * kConsumers);
       }
       for (int i = 0; i < kStages; ++i) {
-        k_full[i].init(kExpanders);
+        k_full[i].init(32 * kExpanders);
         k_empty[i].init(4 * kConsumers);
       }
       for (int i = 0; i < kVStages; ++i) {
-        v_full[i].init(kExpanders);
+        v_full[i].init(32 * kExpanders);
         v_empty[i].init(4 * kConsumers);
       }
       for (int i = 0; i < kTileSlots; ++i) {
         tile_full[i].init(1);
-        tile_empty[i].init(4 * kConsumers + kProducers);
+        tile_empty[i].init(kThreads);
       }
     }
   };
