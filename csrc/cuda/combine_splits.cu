@@ -12,7 +12,7 @@ constexpr int kRows = 4 * kWarps;  // of a block
 // Blocks that the larger GPUs run at once: enough of them keep an SM busy, whatever the rest of the batch.
 constexpr int64_t kSlots = 264;
 constexpr int kMostSplits = 32;
-constexpr int64_t kMostBlocks = 4 * kSlots;  // bounds the scratch
+constexpr int64_t kMostBlocks = 4 * kSlots;  // of one sequence, or of a cache; bounds the scratch of that
 
 template <class T> __device__ __forceinline__ void store_values(void* out, int64_t at, const float (&x)[2]) {
   Packed<T, 2> pair;
@@ -78,7 +78,7 @@ template <class T> void launch_combine(const Attention16Params& p, const KvSplit
 
 }  // namespace
 
-int count_splits(const Attention16Params& p, int tile_rows) {
+int count_splits(const Attention16Params& p, int tile_rows, int tile_keys) {
   const QueryView& q = p.query;
   // Packed keys: their sequences' rows, which may not depend on batch mates, are known to the device alone. kv_chunk:
   // rows may not depend on the batch or the capacity either.
@@ -90,7 +90,7 @@ int count_splits(const Attention16Params& p, int tile_rows) {
   int64_t keys = cache ? INT32_MAX : p.kv.page_size;
   const int64_t right = p.score.causal ? 0 : p.score.window_right;
   if (p.score.window_left >= 0 && right >= 0) keys = min_of(keys, p.score.window_left + right + tile_rows);
-  const int64_t most = min_of(min_of<int64_t>(kMostSplits, keys / (64 * RowBlock::kLeastSplitTiles)),
+  const int64_t most = min_of(min_of<int64_t>(kMostSplits, keys / (tile_keys * RowBlock::kLeastSplitTiles)),
                               kMostBlocks / max_of<int64_t>(blocks, 1));
   int best = 1;
   double best_use = 0;  // of the slots, less 1 % a split for its partial results

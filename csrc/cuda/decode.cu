@@ -153,7 +153,7 @@ int64_t decode_shared_bytes(int dim, int shape, int warps, int stages) {
 }
 
 int64_t attention_16_scratch_bytes(const Attention16Params& p, const Launch& launch) {
-  if (many_rows(p)) return prefill_scratch_bytes(p);
+  if (many_rows(p)) return prefill_scratch_bytes(p, launch);
   if (p.query.total_tokens == 0 || p.query.q_heads == 0) return 0;
   Device device{};
   if (!enter(launch, device).ok()) return 0;  // decode() says why

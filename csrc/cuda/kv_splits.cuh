@@ -35,7 +35,7 @@ struct Partial {
 
 // Which splits of a sequence's keys a call of this shape gets: by the rows of one sequence, so that they do not
 // depend on its batch mates; of a cache by all rows.
-[[nodiscard]] int count_splits(const Attention16Params&, int tile_rows);
+[[nodiscard]] int count_splits(const Attention16Params&, int tile_rows, int tile_keys);
 
 // Merges the partials in the order of the splits and finishes the rows.
 [[nodiscard]] Status combine_splits(const Attention16Params&, const KvSplits&, int64_t row_tiles, cudaStream_t);

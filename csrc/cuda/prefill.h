@@ -5,7 +5,7 @@
 
 namespace flashq::cuda {
 
-[[nodiscard]] int64_t prefill_scratch_bytes(const Attention16Params&);
+[[nodiscard]] int64_t prefill_scratch_bytes(const Attention16Params&, const Launch&);
 
 // prefill_sm80.cu, mma.sync: every GPU, every stride, dense and paged keys.
 [[nodiscard]] int64_t prefill_sm80_scratch_bytes(const Attention16Params&);

@@ -335,7 +335,7 @@ template <class T, class Shape> Status launch_kernel(const PrefillArguments& arg
 template <int kDim> PrefillPlan plan_prefill_sm80(const Attention16Params& p) {
   constexpr int kTileQ = Shape<kDim>::kTileQ;
   return {.row_tiles = count_row_tiles(p.query, kTileQ),
-          .splits = {.count = count_splits(p, kTileQ),
+          .splits = {.count = count_splits(p, kTileQ, Shape<kDim>::kTileK),
                      .tile_rows = kTileQ,
                      .tile_keys = Shape<kDim>::kTileK,
                      .width = kDim,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import subprocess
@@ -130,6 +131,52 @@ def test_one_visible_key_among_split_ones() -> None:
     out, lse = flashq.prefill(q, k, v, causal=True)
     assert golden.same_bits(out[0, 0].cpu(), v[0, 0].cpu())
     torch.testing.assert_close(lse[0, 0, 0], q[0, 0, 0].float() @ k[0, 0, 0].float() / 8)
+
+
+@pytest.mark.contract(8)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_packed_queries_over_split_keys(dim: int) -> None:
+    """Sequences of many queries and of none, long and short caches, and rows of no sequence behind them."""
+    lengths, queries = (9000, 70, 5000, 4100), (100, 70, 0, 30)
+    keys, values = ([randn(n, 2, dim, dtype=torch.bfloat16, seed=s + i) for i, n in enumerate(lengths)] for s in (1, 9))
+    cache = page_out(keys, values, 64)
+    q = randn(sum(queries) + 40, 8, dim, dtype=torch.bfloat16)
+    offsets = torch.tensor([0, *queries]).cumsum(0)
+    out, lse = call("decode", q, *cache[:2], cache.seqlens, cache.block_table, offsets, device="cuda")
+    assert not out[200:].any()
+    assert (lse[:, 200:] == -INF).all()
+    for b, (begin, end) in enumerate(itertools.pairwise(offsets.tolist())):
+        rows = q[begin:end][None]
+        where = (cache.seqlens[b : b + 1], cache.block_table[b : b + 1])
+        if end > begin:
+            compare_16bit(
+                out[None, begin:end],
+                lse[None, :, begin:end].contiguous(),
+                "decode",
+                rows,
+                *cache[:2],
+                *where,
+                on_cuda=True,
+            )
+
+
+@pytest.mark.contract(12, 13)
+@pytest.mark.parametrize("expanded", [False, True])
+def test_partial_results_of_split_keys_take_little_memory(expanded: bool) -> None:
+    """Of 100 sequences, all with 5 heads of 130 queries: at once they were 266 MB, or more."""
+    batch = 100
+    q = randn(batch, 130, 5, 128, dtype=torch.bfloat16, seed=0).cuda()
+    k, v = (randn(1 if expanded else batch, 8192, 1, 128, dtype=torch.bfloat16, seed=i).cuda() for i in (1, 2))
+    k, v = (x.expand(batch, -1, -1, -1) for x in (k, v))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, lse = flashq.prefill(q, k, v)
+    results = 2 * out.numel() + 4 * lse.numel()
+    assert torch.cuda.max_memory_allocated() - before <= results + (65 << 20)
+    for b in (0, 57, batch - 1):
+        alone = flashq.prefill(*(x[b : b + 1] for x in (q, k, v)))
+        assert torch.equal(alone[0][0], out[b])
+        assert torch.equal(alone[1][0], lse[b])
 
 
 @pytest.mark.contract(6)

@@ -42,12 +42,14 @@ inline int64_t best_splits(int64_t tiles, int64_t most) {
 }
 
 // Into how many parts the keys of a tile of rows are split. By the rows of one sequence, so that they do not depend on
-// batch mates; of a cache by all rows, but not by its capacity. Lengths of packed sequences are not known here.
+// batch mates; of a cache by all rows, but not by its capacity. Lengths of packed keys are not known here.
 inline int count_splits(const Attention16Params& p) {
   const QueryView& q = p.query;
-  if (q.cu_seqlens_q.given()) return 1;
+  if (p.kv.cu_seqlens_k.given()) return 1;
   const int64_t pack = pack_of(q), rows = tile_rows(q.head_dim, is_general(p));
-  const int64_t tiles = ceil_div(q.q_len * pack, rows) * (q.q_heads / pack) * (is_cache(p) ? q.batch : 1);
+  const int64_t row_tiles = q.cu_seqlens_q.given() ? ceil_div(q.total_tokens * pack, rows)  // or some more
+                                                   : ceil_div(q.q_len * pack, rows) * (is_cache(p) ? q.batch : 1);
+  const int64_t tiles = row_tiles * (q.q_heads / pack);
   int64_t keys = is_cache(p) ? int64_t{kMostSplits} * kLeastSplit : p.kv.page_size;  // that a tile may see
   const int64_t right = p.score.causal ? 0 : p.score.window_right;
   if (p.score.window_left >= 0 && right >= 0) keys = std::min(keys, p.score.window_left + right + rows);
