@@ -192,7 +192,7 @@ def _prepare_continuation(q_len: int, shape: Shape, dtype: torch.dtype, dense: S
     work = work_of(shape, q_len, shape.tokens)
     plain, scale = _beside_plain(_dense_name(dense), dense, dtype, work)
     pages = shape.tokens // PAGE_SIZE
-    table = torch.randperm(pages, device="cuda").int()[None]
+    table = torch.randperm(pages, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).int()[None]
     seqlens = torch.tensor([shape.tokens], device="cuda", dtype=torch.int32)
 
     def contenders(index: int) -> dict[str, Call]:

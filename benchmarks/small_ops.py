@@ -78,14 +78,19 @@ def codec_cases(quick: bool) -> Iterator[Case[GpuSetup]]:
 # --- appends ----------------------------------------------------------------------------------------------------------
 
 
+def _permutation(count: int) -> Tensor:
+    """int64, the same in every run."""
+    return torch.randperm(count, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+
+
 def _slots(sets: int, tokens: int, step: bool) -> Tensor:
     """int64 (sets, tokens), all different. A step's tokens lie anywhere; others fill pages, which lie anywhere."""
     pages = -(-sets * tokens // PAGE_SIZE)
     if step:
-        slots = torch.randperm(pages * PAGE_SIZE, device="cuda")
+        slots = _permutation(pages * PAGE_SIZE)
     else:
         slots = torch.arange(pages * PAGE_SIZE, device="cuda").view(pages, PAGE_SIZE)
-        slots = slots[torch.randperm(pages, device="cuda")].flatten()
+        slots = slots[_permutation(pages)].flatten()
     return slots[: sets * tokens].view(sets, tokens)
 
 
@@ -170,7 +175,7 @@ def _prepare_rope_append(tokens: int, q_heads: int, kv_heads: int, head_dim: int
             random_normal(tokens, heads, head_dim, dtype=BF16, seed=3 * index + part)
             for part, heads in enumerate((q_heads, kv_heads, kv_heads))
         )
-        positions, ops = torch.randperm(8192, device="cuda")[:tokens], torch.ops.flashq
+        positions, ops = _permutation(8192)[:tokens], torch.ops.flashq
         own = (*pool, slots[index]) if exact else ()
         full = [torch.cat((x, x), dim=-1)[positions, None].to(BF16) for x in (cos, sin)]  # once for all layers
 
@@ -231,7 +236,7 @@ def _prepare_page_offsets(sequences: int, tokens: int, earlier: int, head_dim: i
         )
         offsets = torch.zeros(pages, HEADS, head_dim, device="cuda", dtype=FP16)
         seqlens = torch.full((sequences,), length, device="cuda")
-        table = torch.randperm(pages, device="cuda").view(sequences, width)
+        table = _permutation(pages).view(sequences, width)
         ends = torch.arange(sequences + 1, device="cuda") * tokens
         return {
             "flashq": lambda: torch.ops.flashq.tbq4_page_offsets_(k, codes, norms, offsets, seqlens, table, ends),
