@@ -76,6 +76,21 @@ def test_every_number_of_rows(rows: int, head_dim: int, dtype: torch.dtype) -> N
         assert golden.same_bits(rotated.cpu(), flashq.tbq4_rotate(x.cpu(), inverse=inverse))
 
 
+@pytest.mark.contract(17)
+@pytest.mark.parametrize("group", golden.CODEC_GROUPS)
+def test_golden_vectors_among_many(group: str) -> None:
+    """The kernels for many rows get the traps, too: edges, ties, rounding. All rows are traps, or a tenth of them."""
+    data = golden.load(group)
+    random = torch.Generator().manual_seed(0)
+    order = torch.randint(0, len(data["x"]), (9001,), generator=random)
+    for traps in (torch.ones(len(order), dtype=torch.bool), torch.rand(len(order), generator=random) < 0.1):
+        x = data["x"][order]
+        x[~traps] = torch.randn(int((~traps).sum()), x.shape[1], generator=random).to(x.dtype)
+        codes, norms = flashq.tbq4_quantize(x.to(CUDA))
+        assert torch.equal(codes.cpu()[traps], data["codes"][order[traps]])
+        assert same_bytes(norms.cpu()[traps], data["norms"][order[traps]])
+
+
 @pytest.mark.contract(7, 17)
 @pytest.mark.parametrize("head_dim", tbq4.HEAD_DIMS)
 def test_decode_takes_any_norm(head_dim: int) -> None:
