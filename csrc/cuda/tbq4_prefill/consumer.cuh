@@ -57,8 +57,7 @@ template <class C> class Consumer {
       }
       __syncwarp();
       finish_output();
-      const float2 sum = own_sum();
-      finish_tile<C>(p_, tile, first_row(tile), !own_missing(), o_, {{base_[0], base_[1]}, {sum.x, sum.y}});
+      finish_tile<C>(p_, tile, first_row(tile), !own_missing(), o_, {{base_[0], base_[1]}, {sum_[0], sum_[1]}});
       __syncwarp();
       shared_.tile_empty[tiles_.at()].arrive();
       tiles_.advance();
@@ -80,7 +79,7 @@ template <class C> class Consumer {
 
   __device__ __forceinline__ void begin_rows(const Tile& tile) {
     base_[0] = base_[1] = kLowestBase;
-    own_sum() = {0, 0};
+    sum_[0] = sum_[1] = 0;
     own_poison() = 0;
 #pragma unroll
     for (float& x : o_) x = 0;
@@ -92,12 +91,6 @@ template <class C> class Consumer {
   __device__ __forceinline__ int first_row(const Tile& tile) const { return tile.row + wg_ * C::kRows; }
   __device__ __forceinline__ bool& own_missing() const {
     return shared_.missing[static_cast<uint32_t>(ptx::fresh_thread()) / 32 - C::kProducers];
-  }
-  // This thread's parts of the sums of its rows.
-  __device__ __forceinline__ float2& own_sum() const { return shared_.sums[ptx::fresh_thread() - 32 * C::kProducers]; }
-  __device__ __forceinline__ void update_sum(float scale0, float more0, float scale1, float more1) const {
-    const float2 sum = own_sum();
-    own_sum() = {fmaf(sum.x, scale0, more0), fmaf(sum.y, scale1, more1)};
   }
   // Of a row of the thread; in shared memory, because registers are scarce.
   __device__ __forceinline__ RowFactors& row_factors(int h) const {
@@ -304,9 +297,12 @@ template <class C> class Consumer {
     const Columns columns{flags & kFinish ? shared_.ones : info().k_norm[t], info().v_norm[t], !(flags & kFinish)};
     uint32_t ahead[kAhead][4];
     float sum[2];
+    const float unit = info().facts.unit;
+    float base[2];
     const auto start = [&] {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) base[h] = base_[h] - unit;
       if (flags & kUneven) return;
-      const float unit = info().facts.unit, base[2] = {base_[0] - unit, base_[1] - unit};
       sum[0] = sum[1] = 0;
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) weigh_group<true>(columns, i, base, ahead[i], sum);
@@ -315,13 +311,14 @@ template <class C> class Consumer {
     take_output();
 #pragma unroll 1
     for (float most = info().facts.most;; most = kInf) {
-      if (flags & kUneven ? try_weights<false>(columns, most, ahead, sum)
-                          : try_weights<true>(columns, most, ahead, sum))
+      if (flags & kUneven ? try_weights<false>(columns, base, most, ahead, sum)
+                          : try_weights<true>(columns, base, most, ahead, sum))
         break;
       raise_bases(columns, flags);
       start();
     }
-    update_sum(1, sum[0], 1, sum[1]);
+    sum_[0] += sum[0];
+    sum_[1] += sum[1];
     if (flags & kPoison) note_poison(tile, flags);
     __syncwarp();
     shared_.info_empty[rings_.info().at()].arrive();
@@ -401,9 +398,8 @@ template <class C> class Consumer {
   // Weights of a tile, and their sums; `ahead`, and sums of it, are there already if kEven. Returns whether sums are
   // not above `most`: no weight is larger.
   template <bool kEven>
-  __device__ __forceinline__ bool try_weights(const Columns& columns, float most, const uint32_t (&ahead)[kAhead][4],
-                                              float (&sum)[2]) {
-    const float unit = info().facts.unit, base[2] = {base_[0] - unit, base_[1] - unit};
+  __device__ __forceinline__ bool try_weights(const Columns& columns, const float (&base)[2], float most,
+                                              const uint32_t (&ahead)[kAhead][4], float (&sum)[2]) {
     if (!kEven) sum[0] = sum[1] = 0;
 #pragma unroll
     for (int i = 0; i < kTileK / 16; ++i) {
@@ -415,9 +411,9 @@ template <class C> class Consumer {
       }
     }
     if (kEven) {
-      const float scale = info().facts.most * (1 / kMostWeight);
-      sum[0] *= scale;
-      sum[1] *= scale;
+      const float unit = info().facts.most * (1 / kMostWeight);
+      sum[0] *= unit;
+      sum[1] *= unit;
     }
     return !__any_sync(~0u, fmaxf(sum[0], sum[1]) > most);
   }
@@ -453,7 +449,8 @@ template <class C> class Consumer {
       o_scale[h] = ptx::exp2_approx(base_[h] - base);
       base_[h] = base;
     }
-    update_sum(o_scale[0], 0, o_scale[1], 0);
+    sum_[0] *= o_scale[0];
+    sum_[1] *= o_scale[1];
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) o_[i] = fresh[i / 2 % 2] ? 0 : o_[i] * o_scale[i / 2 % 2];
   }
@@ -464,7 +461,7 @@ template <class C> class Consumer {
   float s_[kTileK / 2], o_[kDim / 2];  // S and O
   uint32_t prob_[kTileK / 16][4];      // weights times norms
   float offset_[2][4];
-  float base_[2];  // of the thread's rows
+  float base_[2], sum_[2];  // of the thread's rows; sums are its own parts
   typename C::Rings rings_;
   TilePosition tiles_;
 };

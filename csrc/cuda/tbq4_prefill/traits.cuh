@@ -154,8 +154,7 @@ template <int kDim_, bool kOffsets_> struct Traits {
     alignas(16) float ones[kTileK / 4];
     // One for each lane, to have them in its registers: PRMT takes one uniform register, others would be copied first.
     LevelBytes levels[32];
-    float2 sums[128 * kConsumers];     // by thread of consumers
-    uint8_t poison[128 * kConsumers];  // the same
+    uint8_t poison[128 * kConsumers];  // by thread of consumers
     RowFactors row_factors[kTileQ];
     bool missing[4 * kConsumers];  // by warp of consumers: some row sees a key that is on no page
 
