@@ -111,6 +111,28 @@ def test_values_out_of_range_read_as_no_tokens() -> None:
     assert torch.equal(out[0], call("tbq4_attention", *args, device="cuda", **options)[0][0])
 
 
+@pytest.mark.contract(13)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_lengths_that_the_kernel_before_writes(head_dim: int) -> None:
+    """A call starts while the one before it ends: bits of its lse, all of them numbers beyond the capacity, are lengths
+    here, which are 0 until it has ended."""
+    case = {"head_dim": head_dim, "lengths": (576,) * 70, "page_size": 64, "kv_start": False, "group": 4, "q_len": 1}
+    args, options = build(CASES[0] | case | {"exact": (0, 0), "kv_chunk": 0, "sinks": "none", "window_left": -1})
+    args = [None if x is None else x.cuda() for x in args]
+    attend = torch.ops.flashq.tbq4_attention
+    args[6] = args[6][:, :9]  # entries of pages that there are
+    args[5] = torch.full((70,), 576, dtype=torch.int32, device="cuda")
+    expected = attend(*args, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, lse = attend(torch.zeros_like(args[0]), *args[1:], **options)
+        got = attend(*args[:5], lse.view(torch.int32)[:, 0, 0], *args[6:], **options)
+    for _ in range(20):
+        lse.zero_()
+        graph.replay()
+        assert all(map(torch.equal, got, expected))
+
+
 def test_smaller_gpus() -> None:
     """The kernels of compute capability 8.0, with the shared memory of 8.6."""
     env = os.environ | {"FLASHQ_CUDA_ARCH": "80", "FLASHQ_CUDA_SMEM": str(99 << 10)}

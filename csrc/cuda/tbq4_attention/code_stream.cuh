@@ -8,37 +8,52 @@
 
 namespace flashq::cuda {
 
-// The page of an entry of a sequence's table, or -1.
+// The page of an entry of a sequence's table, or -1. kNow: read past the L1.
+template <bool kNow = false>
 __device__ __forceinline__ int64_t page_of_entry(const CodeParams& p, int sequence, int entry) {
   const Tbq4View& kv = p.call.kv;
   if (!kv.block_table.given()) return sequence;
-  const int64_t page = kv.block_table(sequence, entry);
+  const int64_t page = kNow ? load_past_l1(kv.block_table, sequence, entry) : kv.block_table(sequence, entry);
   return page >= 0 && page < kv.num_pages ? page : -1;
 }
 
 // Where a token lies: its page, and its row of the planes (page, KV head, slot). -1: its page does not exist.
 struct PlaneRow { int64_t page, row; };
 
+template <bool kNow = false>
 __device__ __forceinline__ PlaneRow plane_row(const CodeParams& p, int sequence, int kv_head, int token) {
   const Tbq4View& kv = p.call.kv;
   const int entry = kv.block_table.given() ? p.page_size.quotient(token) : 0;
-  const int64_t page = page_of_entry(p, sequence, entry);
+  const int64_t page = page_of_entry<kNow>(p, sequence, entry);
   if (page < 0) return {-1, -1};
   const int slot = token - entry * static_cast<int>(p.page_size.value);
   return {page, (page * p.call.query.kv_heads + kv_head) * kv.page_size + slot};
 }
 
-template <int D> class CodeStream {
+// kEarly: tables are read past the L1, because the kernel before this one may still be writing them.
+template <int D, bool kEarly> class CodeStream {
   using Tile = CodeTile<D>;
   static constexpr int kLanes = 32 / Tile::kGroups;                // that copy the same 16 tokens
   static constexpr int kNormChunks = 16 * Tile::kBlocks * 2 / 16;  // of 16 tokens
   static constexpr int kBatch = 32 / Tile::kGroups;                // tiles that are looked up at once
 
  public:
-  // mine.loaded.segment is the first one.
   __device__ __forceinline__ CodeStream(const CodeParams& p, CodeSegments& mine, unsigned char* memory)
-      : mine_(mine), memory_(memory), own_(p, mine, memory) {
-    own_.pin();
+      : mine_(mine), memory_(memory), own_(p, mine, memory) {}
+  // Keeps what follows from the lane's number in registers: called once, before the first load_next().
+  __device__ __forceinline__ void pin() { own_.pin(); }
+  // Goes on where another one with the same `mine` and `memory` has looked ahead.
+  __device__ __forceinline__ void resume() {
+    ready_ = mine_.left > 0 ? (mine_.left - 1) % kBatch + 1 : 1;
+    row_ = next_row();
+  }
+
+  // Looks up the first tiles of mine.loaded.segment, as the first load_next() would: whole groups.
+  __device__ __forceinline__ void look_ahead(const CodeParams& p) { refill(p, 0); }
+  // Whether the table has changed since.
+  __device__ __forceinline__ bool outdated(const CodeParams& p) const {
+    bool wanted = false;
+    return static_cast<uint32_t>(find_group(p, mine_.left, wanted).row) != mine_.rows[ptx::fresh_lane()];
   }
 
   // Starts the copy of this warp's next tile to a slot. Past the last tile it only ends a group of copies.
@@ -115,22 +130,26 @@ template <int D> class CodeStream {
     return ((mine_.loaded.item.end + Tile::kTokens - 1) / Tile::kTokens - left) * Tile::kTokens;
   }
 
+  // Where this lane's group of 16 tokens of the next tiles lies.
+  __device__ __forceinline__ PlaneRow find_group(const CodeParams& p, int left, bool& wanted) const {
+    const int token = next_token((left + kBatch - 1) / kBatch * kBatch) + ptx::fresh_lane() * 16;
+    const ItemRows& item = mine_.loaded.item;
+    wanted = left > 0 && token < item.end && token + 16 > item.begin;
+    return wanted ? plane_row<kEarly>(p, mine_.loaded.segment.sequence.batch, item.kv_head, token) : PlaneRow{-1, -1};
+  }
   // Where the groups of 16 tokens of the next tiles lie, up to a multiple of kBatch from the segment's end: tables are
   // read once for many tiles, and only where a token is seen. Offsets of their pages are on their way from here on.
   __device__ __forceinline__ void look_up(const CodeParams& p, int left, bool whole_groups) {
     const int lane = ptx::fresh_lane();
-    const int token = next_token((left + kBatch - 1) / kBatch * kBatch) + lane * 16;
-    const ItemRows& item = mine_.loaded.item;
-    const bool wanted = whole_groups && left > 0 && token < item.end && token + 16 > item.begin;
-    const PlaneRow at =
-        wanted ? plane_row(p, mine_.loaded.segment.sequence.batch, item.kv_head, token) : PlaneRow{-1, -1};
+    bool wanted = false;
+    const PlaneRow at = find_group(p, whole_groups ? left : 0, wanted);
     const int64_t row = at.row;
     __syncwarp();
     mine_.rows[lane] = static_cast<uint32_t>(row);  // fewer than 2^32 - 1
     if (wanted && row < 0) mine_.lose();
     if (row >= 0 && p.call.kv.k_offsets) [[unlikely]] {
 #pragma unroll
-      for (int d = 0; d < D; d += 64) ptx::prefetch_l2(offset_of_page(p, at.page, item.kv_head) + d);
+      for (int d = 0; d < D; d += 64) ptx::prefetch_l2(offset_of_page(p, at.page, mine_.loaded.item.kv_head) + d);
     }
     __syncwarp();
   }
