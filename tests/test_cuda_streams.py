@@ -239,11 +239,14 @@ def test_a_call_keeps_the_host_for_12_us(op: str) -> None:
             run()
         return (time.perf_counter() - start) / calls
 
-    with torch.inference_mode():
-        rounds = [(time_calls(lambda: overload(**inputs)), time_calls(lambda: x.add_(1))) for _ in range(600)]
-    taken, added = (min(times) for times in zip(*rounds, strict=True))
-    limit = HOST_US.get(op, 12) * 1e-6 * max(1, added / 6.6e-6)
-    assert taken < limit, f"{taken * 1e6:.1f} us, add_ {added * 1e6:.1f} us"
+    for _ in range(3):  # other processes may slow one down for a while
+        with torch.inference_mode():
+            rounds = [(time_calls(lambda: overload(**inputs)), time_calls(lambda: x.add_(1))) for _ in range(600)]
+        taken, added = (min(times) for times in zip(*rounds, strict=True))
+        limit = HOST_US.get(op, 12) * 1e-6 * max(1, added / 6.6e-6)
+        if taken < limit:
+            return
+    pytest.fail(f"{taken * 1e6:.1f} us, add_ {added * 1e6:.1f} us")
 
 
 @pytest.mark.contract(12)
