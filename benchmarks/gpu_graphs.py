@@ -69,6 +69,11 @@ def random_normal(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(*shape, device="cuda", generator=generator, dtype=dtype)
 
 
+def random_permutation(count: int) -> Tensor:
+    """int64, the same in every run."""
+    return torch.randperm(count, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+
+
 class Graph(NamedTuple):
     """A captured run of calls."""
 

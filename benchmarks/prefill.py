@@ -18,7 +18,7 @@ from torch import Tensor
 import flashq
 from benchmarks import gpu_peers
 from benchmarks.gpu import GpuSetup
-from benchmarks.gpu_graphs import random_normal
+from benchmarks.gpu_graphs import random_normal, random_permutation
 from benchmarks.measure import Case
 from flashq.cli.timing import Call
 
@@ -192,7 +192,7 @@ def _prepare_continuation(q_len: int, shape: Shape, dtype: torch.dtype, dense: S
     work = work_of(shape, q_len, shape.tokens)
     plain, scale = _beside_plain(_dense_name(dense), dense, dtype, work)
     pages = shape.tokens // PAGE_SIZE
-    table = torch.randperm(pages, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).int()[None]
+    table = random_permutation(pages).int()[None]
     seqlens = torch.tensor([shape.tokens], device="cuda", dtype=torch.int32)
 
     def contenders(index: int) -> dict[str, Call]:

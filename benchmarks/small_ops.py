@@ -11,7 +11,7 @@ from torch import Tensor
 import flashq
 from benchmarks import gpu_probes
 from benchmarks.gpu import GpuSetup
-from benchmarks.gpu_graphs import input_sets, random_normal
+from benchmarks.gpu_graphs import input_sets, random_normal, random_permutation
 from benchmarks.measure import Case
 from flashq import tbq4
 from flashq.cli.timing import Call
@@ -78,19 +78,14 @@ def codec_cases(quick: bool) -> Iterator[Case[GpuSetup]]:
 # --- appends ----------------------------------------------------------------------------------------------------------
 
 
-def _permutation(count: int) -> Tensor:
-    """int64, the same in every run."""
-    return torch.randperm(count, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-
-
 def _slots(sets: int, tokens: int, step: bool) -> Tensor:
     """int64 (sets, tokens), all different. A step's tokens lie anywhere; others fill pages, which lie anywhere."""
     pages = -(-sets * tokens // PAGE_SIZE)
     if step:
-        slots = _permutation(pages * PAGE_SIZE)
+        slots = random_permutation(pages * PAGE_SIZE)
     else:
         slots = torch.arange(pages * PAGE_SIZE, device="cuda").view(pages, PAGE_SIZE)
-        slots = slots[_permutation(pages)].flatten()
+        slots = slots[random_permutation(pages)].flatten()
     return slots[: sets * tokens].view(sets, tokens)
 
 
@@ -175,7 +170,7 @@ def _prepare_rope_append(tokens: int, q_heads: int, kv_heads: int, head_dim: int
             random_normal(tokens, heads, head_dim, dtype=BF16, seed=3 * index + part)
             for part, heads in enumerate((q_heads, kv_heads, kv_heads))
         )
-        positions, ops = _permutation(8192)[:tokens], torch.ops.flashq
+        positions, ops = random_permutation(8192)[:tokens], torch.ops.flashq
         own = (*pool, slots[index]) if exact else ()
         full = [torch.cat((x, x), dim=-1)[positions, None].to(BF16) for x in (cos, sin)]  # once for all layers
 
@@ -236,7 +231,7 @@ def _prepare_page_offsets(sequences: int, tokens: int, earlier: int, head_dim: i
         )
         offsets = torch.zeros(pages, HEADS, head_dim, device="cuda", dtype=FP16)
         seqlens = torch.full((sequences,), length, device="cuda")
-        table = _permutation(pages).view(sequences, width)
+        table = random_permutation(pages).view(sequences, width)
         ends = torch.arange(sequences + 1, device="cuda") * tokens
         return {
             "flashq": lambda: torch.ops.flashq.tbq4_page_offsets_(k, codes, norms, offsets, seqlens, table, ends),

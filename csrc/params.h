@@ -5,6 +5,7 @@
 namespace flashq {
 
 enum class Dtype : int32_t { kFloat32, kFloat16, kBfloat16 };
+FLASHQ_HD constexpr int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }  // bytes
 
 // An int32 or int64 index tensor of one or two dimensions, or absent (data == nullptr).
 struct IndexView {
@@ -38,6 +39,8 @@ struct QueryView {
   int64_t batch, q_len, q_heads, kv_heads, head_dim;  // q_len: queries of every sequence, unless packed
   int64_t total_tokens;                               // batch * q_len, or the packed tokens
   IndexView cu_seqlens_q;                             // (batch + 1), or absent
+
+  FLASHQ_HD bool empty() const { return total_tokens == 0 || q_heads == 0; }
 };
 
 struct ScoreOptions {

@@ -154,7 +154,7 @@ int64_t decode_shared_bytes(int dim, int shape, int warps, int stages) {
 
 int64_t attention_16_scratch_bytes(const Attention16Params& p, const Launch& launch) {
   if (many_rows(p)) return prefill_scratch_bytes(p, launch);
-  if (p.query.total_tokens == 0 || p.query.q_heads == 0) return 0;
+  if (p.query.empty()) return 0;
   Device device{};
   if (!enter(launch, device).ok()) return 0;  // decode() says why
   const DecodeLaunch how = choose(p, device, launch.device);
@@ -166,7 +166,7 @@ Status decode(const Attention16Params& p, const Launch& launch) {
   if (many_rows(p)) return prefill(p, launch);
   Device device{};
   if (const Status status = enter(launch, device); !status.ok()) return status;
-  if (p.query.total_tokens == 0 || p.query.q_heads == 0) return {};
+  if (p.query.empty()) return {};
   const DecodeLaunch how = choose(p, device, launch.device);
   if (how.shared_bytes > device.shared_bytes) return refuse("device", kMoreShared, device.shared_bytes);
   const SplitConfig split = split_config(p, how);

@@ -85,7 +85,7 @@ Status kv_append(const KvAppendParams& p, const Launch& launch) {
   if (const Status status = enter(launch); !status.ok()) return status;
   const AppendSource& s = p.source;
   if (s.tokens == 0 || s.kv_heads == 0 || s.head_dim == 0) return {};
-  const int64_t element = s.dtype == Dtype::kFloat32 ? 4 : 2, row_bytes = s.head_dim * element;
+  const int64_t element = size_of(s.dtype), row_bytes = s.head_dim * element;
   const Plane planes[2] = {plane_of(s.k, s.k_stride, p.k_cache, p.k_stride, element),
                            plane_of(s.v, s.v_stride, p.v_cache, p.v_stride, element)};
   const int bytes = widest_vector(address_bits(s.k, s.k_stride, element) | address_bits(s.v, s.v_stride, element) |

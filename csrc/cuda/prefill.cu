@@ -14,9 +14,7 @@ constexpr int64_t kMostPartialBytes = 64 << 20;
 Attention16Params slice(Attention16Params p, int64_t first, int64_t count) {
   QueryView& q = p.query;
   KvView& kv = p.kv;
-  const auto skipped = [&](const int64_t (&stride)[3], Dtype dtype) {
-    return first * stride[0] * (dtype == Dtype::kFloat32 ? 4 : 2);
-  };
+  const auto skipped = [&](const int64_t (&stride)[3], Dtype dtype) { return first * stride[0] * size_of(dtype); };
   q.q = static_cast<const char*>(q.q) + skipped(q.q_stride, q.dtype);
   q.out = static_cast<char*>(q.out) + skipped(q.out_stride, q.out_dtype);
   q.lse += first * q.lse_stride[0];
@@ -38,13 +36,11 @@ int64_t group_of(const Attention16Params& p, bool on_sm90) {
   return max_of<int64_t>(kMostPartialBytes / partial_bytes(slice(p, 0, 1), on_sm90), 1);
 }
 
-bool is_empty(const QueryView& q) { return q.total_tokens == 0 || q.q_heads == 0; }
-
 }  // namespace
 
 int64_t prefill_scratch_bytes(const Attention16Params& p, const Launch& launch) {
   Device device{};
-  if (is_empty(p.query) || !enter(launch, device).ok()) return 0;  // prefill() says why
+  if (p.query.empty() || !enter(launch, device).ok()) return 0;  // prefill() says why
   const bool on_sm90 = prefill_sm90_takes(p, device);
   const int64_t group = group_of(p, on_sm90);
   return partial_bytes(group == p.query.batch ? p : slice(p, 0, group), on_sm90);
@@ -53,7 +49,7 @@ int64_t prefill_scratch_bytes(const Attention16Params& p, const Launch& launch) 
 Status prefill(const Attention16Params& p, const Launch& launch) {
   Device device;
   if (const Status status = enter(launch, device); !status.ok()) return status;
-  if (is_empty(p.query)) return {};
+  if (p.query.empty()) return {};
   const bool on_sm90 = prefill_sm90_takes(p, device);
   const auto run = [&](const Attention16Params& some) {
     return on_sm90 ? prefill_sm90(some, device, launch) : prefill_sm80(some, device, launch);

@@ -181,7 +181,7 @@ template <class T, int kBlockWidth, bool kOffsets> struct AppendJob : AppendPara
 // Whether every row can be read, and its codes written, in vectors of 16 bytes.
 bool vectors_fit(const Tbq4AppendParams& p) {
   const AppendSource& s = p.source;
-  const int64_t element = s.dtype == Dtype::kFloat32 ? 4 : 2;
+  const int64_t element = size_of(s.dtype);
   return widest_vector(address_bits(s.k, s.k_stride, element) | address_bits(s.v, s.v_stride, element) |
                        address_bits(p.k_codes) | address_bits(p.v_codes) |
                        address_bits(p.k_offsets, p.k_offsets_stride, 2)) == kVectorBytes;

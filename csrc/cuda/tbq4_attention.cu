@@ -154,7 +154,7 @@ bool choose_warps(int64_t head_dim, int most, int rows, bool offsets, int64_t sh
 }  // namespace
 
 int64_t attention_tbq4_scratch_bytes(const AttentionTbq4Params& p, const Launch&) {
-  if (p.query.total_tokens == 0 || p.query.q_heads == 0) return 0;
+  if (p.query.empty()) return 0;
   // The device is not known here: enough for the most multiprocessors and warps.
   const int64_t workers = kMaxCtas * most_code_warps(p.query.head_dim, row_tiles(p));
   const int64_t partials = CodePartials(p, split_config(p, workers, false)).end;
@@ -164,7 +164,7 @@ int64_t attention_tbq4_scratch_bytes(const AttentionTbq4Params& p, const Launch&
 Status tbq4_attention(const AttentionTbq4Params& p, const Launch& launch) {
   Device device{};
   if (const Status status = enter(launch, device); !status.ok()) return status;
-  if (p.query.total_tokens == 0 || p.query.q_heads == 0) return {};
+  if (p.query.empty()) return {};
   if (tbq4_prefill_wants(p) && tbq4_prefill_takes(p, device)) return tbq4_prefill(p, device, launch);
   const Tbq4View& kv = p.kv;
   if (kv_capacity(kv) > kMostTokens)

@@ -325,7 +325,7 @@ template <class T, int kWidth, bool kVector> __global__ void __launch_bounds__(k
 
 // Whether keys and offsets can be read in vectors of 16 bytes, and codes in those of 4.
 bool vectors_fit(const PageOffsetsParams& p) {
-  const int64_t element = p.dtype == Dtype::kFloat32 ? 4 : 2;
+  const int64_t element = size_of(p.dtype);
   return widest_vector(address_bits(p.k, p.k_stride, element) | address_bits(p.exact.k, p.exact.k_stride, element) |
                        address_bits(p.k_offsets, p.k_offsets_stride, 2) | address_bits(p.k_codes) * 4) == kVectorBytes;
 }

@@ -266,7 +266,7 @@ template <class T, int kWidth, bool kVector> __global__ void __launch_bounds__(B
 // Whether all rows can be read and written in vectors of 16 bytes, and turn in them.
 bool vectors_fit(const Tbq4RopeAppendParams& p) {
   const AppendSource& s = p.source;
-  const int64_t element = s.dtype == Dtype::kFloat32 ? 4 : 2, table_element = p.rotary.dtype == Dtype::kFloat32 ? 4 : 2;
+  const int64_t element = size_of(s.dtype), table_element = size_of(p.rotary.dtype);
   const int64_t table_strides[2] = {p.rotary.cos_stride, p.rotary.sin_stride};
   const uintptr_t all = address_bits(p.q, p.q_stride, element) | address_bits(s.k, s.k_stride, element) |
                         address_bits(s.v, s.v_stride, element) | address_bits(p.k_codes) | address_bits(p.v_codes) |

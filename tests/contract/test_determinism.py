@@ -114,8 +114,8 @@ def test_prefill_rows_do_not_depend_on_batch_mates(backend: torch.device) -> Non
 @pytest.mark.contract(13)
 @everywhere(keys=(65, 8192))  # of more, kernels split them
 def test_rows_of_a_dense_prefill_do_not_depend_on_batch_mates(keys: int, backend: torch.device) -> None:
-    q, k, v = (randn(1, n, h, 64, dtype=torch.bfloat16, seed=h) for n, h in ((65, 4), (keys, 2), (keys, 1)))
-    v = v.repeat(1, 1, 2, 1)
+    shapes = ((65, 4), (keys, 2), (keys, 2))
+    q, k, v = (randn(1, n, h, 64, dtype=torch.bfloat16, seed=i) for i, (n, h) in enumerate(shapes))
     alone = call("prefill", q, k, v, device=backend)
     among = call("prefill", *(torch.cat([x, *[x.flip(1)] * 7]) for x in (q, k, v)), device=backend)
     for one, many in zip(alone, among, strict=True):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from accuracy import check_16bit
 from cases import call, move, page_out, randn
+from smaller_gpus import pass_on_sm80
 from torch import Tensor
 
 import flashq
@@ -280,12 +281,8 @@ def test_a_lone_value_keeps_its_sign_of_zero(kv_chunk: int) -> None:
 
 @pytest.mark.parametrize("shared_bytes", [99 << 10, 163 << 10])
 def test_kernels_for_smaller_gpus(shared_bytes: int) -> None:
-    env = os.environ | {"FLASHQ_CUDA_ARCH": "80", "FLASHQ_CUDA_SMEM": str(shared_bytes)}
-    tests = [f"{__file__}::{name}" for name in ("test_ragged_lengths", "test_packed_queries_of_very_different_numbers")]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *tests], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    names = ("test_ragged_lengths", "test_packed_queries_of_very_different_numbers")
+    pass_on_sm80(*(f"{__file__}::{name}" for name in names), shared_bytes=shared_bytes)
 
 
 @pytest.mark.contract(16)

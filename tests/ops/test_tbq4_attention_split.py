@@ -3,15 +3,13 @@ rows beyond one item, pools and windows across the cuts."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from accuracy import check_tbq4
 from cases import call, case_id, encode_pages, lay_out, make_sinks, page_out, pairwise, randn
+from smaller_gpus import pass_on_sm80
 from torch import Tensor
 
 pytestmark = pytest.mark.cuda
@@ -135,11 +133,4 @@ def test_lengths_that_the_kernel_before_writes(head_dim: int) -> None:
 
 def test_smaller_gpus() -> None:
     """The kernels of compute capability 8.0, with the shared memory of 8.6."""
-    env = os.environ | {"FLASHQ_CUDA_ARCH": "80", "FLASHQ_CUDA_SMEM": str(99 << 10)}
-    numerics = Path(__file__).with_name("test_tbq4_attention_numerics.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", str(numerics)]
-    done = subprocess.run(
-        command, cwd=numerics.parents[2], env=env, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert "passed" in done.stdout
+    pass_on_sm80(str(Path(__file__).with_name("test_tbq4_attention_numerics.py")), shared_bytes=99 << 10)

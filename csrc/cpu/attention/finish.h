@@ -29,7 +29,7 @@ FLASHQ_SIMD void store_row(void* out, Dtype dtype, const float* o, float weight,
 // A row of `from` as it is: no arithmetic that could flush a subnormal or lose the sign of -0.
 FLASHQ_SIMD void copy_row(void* out, Dtype out_dtype, const void* from, Dtype dtype, int64_t dim) {
   if (out_dtype == dtype) {
-    std::memcpy(out, from, static_cast<size_t>(dim) * (dtype == Dtype::kFloat32 ? 4 : 2));
+    std::memcpy(out, from, static_cast<size_t>(dim * size_of(dtype)));
     return;
   }
   auto* to = static_cast<float*>(out);  // the only other out_dtype
@@ -41,7 +41,7 @@ FLASHQ_SIMD void copy_row(void* out, Dtype out_dtype, const void* from, Dtype dt
 }
 FLASHQ_SIMD char* out_row(const QueryView& q, const Sequence& s, int64_t query, int64_t q_head) {
   const int64_t at = s.batch * q.out_stride[0] + (s.q_begin + query) * q.out_stride[1] + q_head * q.out_stride[2];
-  return static_cast<char*>(q.out) + at * (q.out_dtype == Dtype::kFloat32 ? 4 : 2);
+  return static_cast<char*>(q.out) + at * size_of(q.out_dtype);
 }
 
 // Writes out and lse of row `row` from its state over all keys. `only_value(head, key)` is the value row of a key, in
@@ -58,7 +58,7 @@ template <class OnlyValue>
   const bool has_sink = sink != -kInf;
   const KeyRange keys = s.mask.visible(query);
   if (keys.empty()) {  // whatever q holds
-    std::memset(out, 0, static_cast<size_t>(q.head_dim) * (q.out_dtype == Dtype::kFloat32 ? 4 : 2));
+    std::memset(out, 0, static_cast<size_t>(q.head_dim * size_of(q.out_dtype)));
     *lse = sink;
     return;
   }

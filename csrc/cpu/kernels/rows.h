@@ -80,7 +80,5 @@ template <class T> FLASHQ_HOST void store_row(const float* x, int64_t head_dim, 
   for (int64_t i = 0; i < head_dim; ++i) to[i] = T::store(x[i]);
 }
 
-FLASHQ_HOST int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
-
 }  // namespace
 }  // namespace flashq::FLASHQ_ISA

@@ -85,10 +85,11 @@ Cap make_cap(float multiplier, float scale_log2) {
   Cap cap{.multiplier = multiplier,
           .largest_square = static_cast<float>(std::pow(kLargest / m, 2)),
           .exponent_factor = {}};
-  if (!(m > 1e-6 && m < 1e6)) cap.largest_square = -1;  // it falls, or its powers leave float32
   for (int i = 0; i < 2; ++i)
     cap.exponent_factor[i] = static_cast<float>(kFactor[i] * std::pow(m, 2 * i + 1)) * scale_log2;
-  if (!std::isfinite(cap.exponent_factor[0]) || !std::isfinite(cap.exponent_factor[1])) cap.largest_square = -1;
+  // It falls, or its powers leave float32, or their products with the scale do.
+  if (!(m > 1e-6 && m < 1e6) || !std::isfinite(cap.exponent_factor[0]) || !std::isfinite(cap.exponent_factor[1]))
+    cap.largest_square = -1;
   return cap;
 }
 

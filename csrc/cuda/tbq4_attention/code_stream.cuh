@@ -44,7 +44,7 @@ template <int D, bool kEarly> class CodeStream {
   __device__ __forceinline__ void pin() { own_.pin(); }
   // Goes on where another one with the same `mine` and `memory` has looked ahead.
   __device__ __forceinline__ void resume() {
-    ready_ = mine_.left > 0 ? (mine_.left - 1) % kBatch + 1 : 1;
+    ready_ = mine_.left > 0 ? batch_at(mine_.left) : 1;
     row_ = next_row();
   }
 
@@ -97,14 +97,16 @@ template <int D, bool kEarly> class CodeStream {
     return load<uint32_t>(memory_ + own_.rows_at + (kBatch - ready_) * (Tile::kGroups * 4));
   }
 
+  // How many tiles are looked up at once where so many are left: from there on they are multiples of kBatch.
+  static __device__ __forceinline__ int batch_at(int left) { return (left - 1) % kBatch + 1; }
   // The next tiles: looks up where they lie, or loads one whose tokens have to be looked up one by one.
   __device__ __forceinline__ void refill(const CodeParams& p, uint32_t slot) {
     const bool whole_groups = p.whole_groups;
     int left = mine_.left;
-    if (left > 0) left -= whole_groups ? (left - 1) % kBatch + 1 : 1;
+    if (left > 0) left -= whole_groups ? batch_at(left) : 1;
     if (left == 0) left = advance(p);
     publish(mine_.left, left);
-    ready_ = whole_groups && left > 0 ? (left - 1) % kBatch + 1 : 1;
+    ready_ = whole_groups && left > 0 ? batch_at(left) : 1;
     look_up(p, left, whole_groups);
     if (!whole_groups && left > 0) copy_scattered(p, mine_, memory_, next_token(left), slot);
     row_ = next_row();
