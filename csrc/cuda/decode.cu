@@ -17,6 +17,7 @@ constexpr int kItemUnits = 2;        // the start of an item takes about as long
 constexpr int kLeastUnits = 2;       // of a team: fewer would cost the merge more than they save
 constexpr int kIdleOfMany = 16;      // one team of so many may be idle where items are divided evenly: of 8 of a
 constexpr int kIdleOfFew = 64;       // multiprocessor that have up to 8 rows; others set the pace, not the memory
+constexpr int kIdleOfRows = 32;      // where CTAs merge, of teams with 64 rows
 constexpr int64_t kWholeItem = 512;  // tokens: up to here no item is split, so that one launch does it all
 constexpr int64_t kMostStride = INT32_MAX / 2 / kGroup;
 constexpr int64_t kWholeUnit = 1 << 30;  // tokens of a unit that nothing exceeds
@@ -89,10 +90,15 @@ SplitConfig split_config(const Attention16Params& p, const DecodeLaunch& how) {
   return c;
 }
 
-// How many teams have to take part where items that are alike are divided evenly.
-int alike_teams(const DecodeLaunch& how, const SplitConfig& c) {
-  if (c.unit_is_split) return INT32_MAX;
-  return how.teams() - how.teams() / (how.shape == 0 && how.warps == 8 ? kIdleOfMany : kIdleOfFew);
+AlikeRule alike_rule(const DecodeLaunch& how, const SplitConfig& c) {
+  if (c.unit_is_split)
+    return {.least_workers = INT32_MAX, .least_merging = INT32_MAX, .cta_workers = 1, .merges_first = false};
+  const int teams = how.teams();
+  const bool many_rows = how.shape == kDecodeShapes - 1;  // their products set the pace, not the memory
+  return {.least_workers = teams - teams / (how.shape == 0 && how.warps == 8 ? kIdleOfMany : kIdleOfFew),
+          .least_merging = teams - teams / (many_rows ? kIdleOfRows : kIdleOfMany),
+          .cta_workers = how.warps >> kDecodeTeamShift[how.shape],
+          .merges_first = !many_rows};
 }
 
 // The kernel for most rows up to `how.shape` that fits shared memory, with most warps, then with most bytes in flight.
@@ -174,7 +180,7 @@ Status decode(const Attention16Params& p, const Launch& launch) {
   const DecodeParams params{.call = p,
                             .split = split,
                             .rule = ScoreRule(p.score),
-                            .alike_teams = alike_teams(how, split),
+                            .alike = alike_rule(how, split),
                             .partials = how.cluster > 0 ? Partials{} : place_partials(p, split),
                             .page_size = Divisor(clamp(kv.page_size, 1, kWholeUnit)),
                             .row_blocks = Divisor(ceil_div(p.query.q_len * split.group.value, split.block_rows.value)),
@@ -193,7 +199,7 @@ Status decode(const Attention16Params& p, const Launch& launch) {
   const Status status =
       (p.query.dtype == Dtype::kFloat16 ? launch_decode_fp16 : launch_decode_bf16)(how, params, launch);
   if (!status.ok() || !params.partials.given()) return status;
-  launch_merge_partials(p, split, params.alike_teams, params.partials, launch);
+  launch_merge_partials(p, split, params.alike, params.partials, launch);
   return launch_status();
 }
 

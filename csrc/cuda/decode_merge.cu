@@ -4,6 +4,7 @@
 // capability 9.0 and newer it does so while that kernel still runs. Groups of threads fold runs of neighbouring
 // partials of a row, and the first group folds the groups' results: which run a partial belongs to depends on their
 // number alone.
+#include <algorithm>
 #include <atomic>
 #include <type_traits>
 
@@ -17,11 +18,11 @@
 namespace flashq::cuda {
 namespace {
 
-constexpr int kMergeThreads = 256;
-constexpr int kBlocksOfSm = 4;  // run at once, where there is a table
+constexpr int kMergeThreads = 128;
+constexpr int kBlocksOfSm = 8;  // run at once, where there is a table
 constexpr int kBatch = 4;       // partials in flight of a thread
-constexpr int kMaxGroups = 32;
-constexpr int kFixedGroups = 8, kFixedLanes = 32;  // with kv_chunk: a row's bits must not depend on its batch mates
+constexpr int kMaxGroups = 32, kMostLanes = 32;
+constexpr int kFixedGroups = 8, kFixedLanes = 16;  // with kv_chunk: a row's bits must not depend on its batch mates
 
 // How the work is divided. A job is four times `lanes` neighbouring columns of an item's rows, for `groups` times
 // `lanes` threads: powers of two, and whole warps together.
@@ -29,43 +30,59 @@ struct MergeShape {
   int lanes, groups;
   int jobs;           // of all items; without a table of one, that of blockIdx.x
   Divisor item_jobs;  // of an item
-  int alike_workers;  // PlanTable::build
+
+  // `columns`: of an item, four at a time; `table`: see above.
+  MergeShape(int64_t items, int64_t columns, int groups, int most_lanes, bool table)
+      : lanes(static_cast<int>(min_of<int64_t>(most_lanes, kMergeThreads / groups))),
+        groups(groups),
+        jobs(static_cast<int>(ceil_div(columns, lanes) * (table ? items : 1))),
+        item_jobs(ceil_div(columns, lanes)) {}
+
+  int64_t blocks() const { return ceil_div(jobs, kMergeThreads / (lanes * groups)); }
 };
 
 // kTable: PlanTable finds the items.
-template <bool kTable> __global__ void __launch_bounds__(kMergeThreads, kTable ? kBlocksOfSm : 3)
+template <bool kTable> __global__ void __launch_bounds__(kMergeThreads, kTable ? kBlocksOfSm : 6)
     merge_partials_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ SplitConfig split,
-                          const Partials partials, const __grid_constant__ MergeShape shape) {
+                          const Partials partials, const __grid_constant__ AlikeRule alike,
+                          const __grid_constant__ MergeShape alone, const __grid_constant__ MergeShape merged) {
   ptx::allow_dependents();
   __shared__ RowPart parts[kMergeThreads];
   const auto thread = static_cast<int>(threadIdx.x);
-  const int lanes = shape.lanes, groups = shape.groups, job_threads = lanes * groups;
-  const int job_group = divide_down(thread, lanes), lane = thread - job_group * lanes;
-  const int group = job_group & (groups - 1), quarter = static_cast<int>(p.query.head_dim) / 4;
-  const int block_jobs = divide_down(kMergeThreads, job_threads), own_job = divide_down(thread, job_threads);
   const auto block = static_cast<int>(kTable ? blockIdx.x : blockIdx.y);
   const auto blocks = static_cast<int>(kTable ? gridDim.x : gridDim.y);
   Segment segment{};
   Division division{};
   __shared__ std::conditional_t<kTable, PlanTable, char> table;
   if constexpr (kTable)
-    division = table.build(p, split, shape.alike_workers);
+    division = table.build(p, split, alike);
   else
     segment = plan_item(p, split, static_cast<int>(blockIdx.x), division.total);
-  const int slot_floats = partials.block_rows * partials.head_dim;
+  // A kernel must not end before the one before it, but one block that waits is enough. The others make room for the
+  // next call at once where they have nothing to do.
   bool waits = true;
+  const bool first_block = blockIdx.x == 0 && blockIdx.y == 0;
+  if (division.complete() && !first_block) return;
+  const MergeShape& shape = division.merged > 0 ? merged : alone;
+  const int lanes = shape.lanes, groups = shape.groups, job_threads = lanes * groups;
+  const int job_group = divide_down(thread, lanes), lane = thread - job_group * lanes;
+  const int group = job_group & (groups - 1), quarter = static_cast<int>(p.query.head_dim) / 4;
+  const int block_jobs = divide_down(kMergeThreads, job_threads), own_job = divide_down(thread, job_threads);
+  const int slot_floats = partials.block_rows * partials.head_dim;
+  const int jobs = division.complete() ? 0 : shape.jobs;
 #pragma unroll 1
-  for (int base = block * block_jobs; base < shape.jobs; base += blocks * block_jobs) {
+  for (int base = block * block_jobs; base < jobs; base += blocks * block_jobs) {
     int slice = base + own_job, number = 0;
     if constexpr (kTable) {
       number = shape.item_jobs.quotient(slice);
       segment = {};
-      if (slice < shape.jobs) segment = table.item(p, split, number);
+      if (slice < jobs) segment = table.item(p, split, number);
       slice -= number * static_cast<int>(shape.item_jobs.value);
     }
     const PartialList list = PlanTable::find_partials(split, division, segment, number);
     const ItemRows item(p, split, segment);
     const int columns = list.count > 1 ? item.rows * quarter : 0, run = divide_down(list.count + groups - 1, groups);
+    if (!__syncthreads_or(columns)) continue;
     const int column = min_of(slice * lanes + lane, columns - 1), row = divide_down(column, quarter);
     const int d = (column - row * quarter) * 4;
     if (waits) ptx::wait_for_primary();
@@ -97,7 +114,7 @@ template <bool kTable> __global__ void __launch_bounds__(kMergeThreads, kTable ?
     }
     if (group == 0 && slice * lanes + lane < columns) finish_part(p, split, segment, item, row, d, sum);
   }
-  if (waits) ptx::wait_for_primary();  // or this kernel might end before the one before it
+  if (waits && first_block) ptx::wait_for_primary();
 }
 
 }  // namespace
@@ -114,7 +131,7 @@ bool runs_code_of_90(int32_t device) {
   return answer.load(std::memory_order_relaxed) == kYes;
 }
 
-void launch_merge_partials(const AttentionParams& p, const SplitConfig& split, int alike_workers,
+void launch_merge_partials(const AttentionParams& p, const SplitConfig& split, const AlikeRule& alike,
                            const Partials& partials, const Launch& launch) {
   const int64_t items = count_row_tiles(p.query, split.block_rows.value) * p.query.kv_heads;
   const int64_t tokens = p.query.cu_seqlens_q.given() ? p.query.total_tokens : p.query.q_len;
@@ -123,21 +140,20 @@ void launch_merge_partials(const AttentionParams& p, const SplitConfig& split, i
   int sm_count = 1;
   if (Device device{}; describe_device(launch.device, device).ok()) sm_count = device.sm_count;
   const int64_t wave = int64_t{kBlocksOfSm} * sm_count * kMergeThreads;  // threads that run at once
-  int lanes = kFixedLanes, groups = kFixedGroups;
-  if (!split.unit_is_split) {
-    // As many as there are threads to spare, because an item may have far more partials than the others.
-    groups = 1;
-    while (groups < kMaxGroups && groups * kBatch <= split.workers && items * columns * groups * 2 <= wave) groups *= 2;
-    lanes = static_cast<int>(min_of(lanes, kMergeThreads / groups));
-  }
-  const int64_t item_jobs = ceil_div(columns, lanes), block_jobs = kMergeThreads / (lanes * groups);
   const bool table = PlanTable::holds(p);
-  const MergeShape shape{.lanes = lanes,
-                         .groups = groups,
-                         .jobs = static_cast<int>(table ? items * item_jobs : item_jobs),
-                         .item_jobs = Divisor(item_jobs),
-                         .alike_workers = alike_workers};
-  const auto blocks = static_cast<unsigned>(ceil_div(shape.jobs, block_jobs));
+  // With 64 rows items have columns enough, and fewer groups are faster (63 query heads on 8 x 65536: 1 %).
+  const int64_t most_threads = split.block_rows.value == 64 ? wave / 2 : wave;
+  const auto shape_for = [&](int64_t most_partials) {
+    int groups = 1;
+    while (groups < kMaxGroups && groups * kBatch <= most_partials && items * columns * groups * 2 <= most_threads)
+      groups *= 2;
+    if (split.unit_is_split) groups = kFixedGroups;
+    return MergeShape(items, columns, groups, split.unit_is_split ? kFixedLanes : kMostLanes, table);
+  };
+  // As many groups as there are threads to spare, because an item may have far more partials than the others; but not
+  // where items are alike.
+  const MergeShape alone = shape_for(split.workers), merged = shape_for(split.workers / alike.cta_workers / items);
+  const auto blocks = static_cast<unsigned>(std::max(alone.blocks(), merged.blocks()));
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -149,7 +165,7 @@ void launch_merge_partials(const AttentionParams& p, const SplitConfig& split, i
   config.attrs = &attribute;
   config.numAttrs = runs_code_of_90(launch.device) ? 1 : 0;
   cudaLaunchKernelEx(&config, table ? merge_partials_kernel<true> : merge_partials_kernel<false>, p, split, partials,
-                     shape);  // launch_status() reports a failure
+                     alike, alone, merged);  // launch_status() reports a failure
 }
 
 }  // namespace flashq::cuda

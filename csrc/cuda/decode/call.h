@@ -1,7 +1,7 @@
 // What the decode kernels get: the call, the plan's settings and where partial results go.
 #pragma once
 #include "cuda/decode/partials.cuh"
-#include "cuda/decode/plan.cuh"
+#include "cuda/decode/plan_table.cuh"
 #include "cuda/softmax_step.cuh"
 
 namespace flashq::cuda {
@@ -10,7 +10,7 @@ struct DecodeParams {
   Attention16Params call;
   SplitConfig split;  // its workers are teams
   ScoreRule rule;
-  int32_t alike_teams;  // PlanTable::build
+  AlikeRule alike;
   Partials partials;
   Divisor page_size;
   Divisor row_blocks;     // of a sequence, where clusters are given

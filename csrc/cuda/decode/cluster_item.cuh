@@ -1,7 +1,6 @@
 // An item that a cluster computes alone: its teams' shares, and the merge of their results in shared memory.
 #pragma once
-#include "cuda/decode/call.h"
-#include "cuda/decode/merge_rows.cuh"
+#include "cuda/decode/parked_rows.cuh"
 #include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 
@@ -24,27 +23,6 @@ __device__ __forceinline__ Segment share_item(const Params& p, int cluster, int 
   s.hi = even.begin(share + 1);
   return s;
 }
-
-// Where teams park the results of an item, in place of their rings.
-template <int kDim> class ParkedRows {
- public:
-  static constexpr int kStride = kDim + 4;  // floats
-
-  // `rings` are `team_bytes` each; an item has `rows` at most.
-  __device__ __forceinline__ ParkedRows(unsigned char* rings, int team_bytes, int rows)
-      : rings_(rings), team_bytes_(team_bytes), rows_(rows) {}
-
-  __device__ __forceinline__ float* row(int team, int row) const {
-    return reinterpret_cast<float*>(rings_ + team * team_bytes_) + row * kStride;
-  }
-  __device__ __forceinline__ SoftmaxState<Binary>& state(int team, int row) const {
-    return reinterpret_cast<SoftmaxState<Binary>*>(this->row(team, rows_))[row];
-  }
-
- private:
-  unsigned char* rings_;
-  int team_bytes_, rows_;
-};
 
 // What a CTA receives from all CTAs of its cluster, itself among them: their sums of its share of an item's columns,
 // four at a time. It lies behind the rings, which may be in use yet.
@@ -82,11 +60,7 @@ __device__ __forceinline__ void merge_cluster(const DecodeParams& p, const Segme
       body(i, row, (i - row * quarter) * 4);
     }
   };
-  const auto merge_teams = [&](int row, int d) {
-    return merge_parts(
-        teams, [&](int team) { return parked.state(team, row); },
-        [&](int team) { return *reinterpret_cast<const float4*>(parked.row(team, row) + d); });
-  };
+  const auto merge_teams = [&](int row, int d) { return parked.merge(0, teams, row, d); };
   if (ctas == 1) {  // launched without clusters: nothing can be sent
     __syncthreads();
     for_columns(0, columns,

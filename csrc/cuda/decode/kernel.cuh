@@ -25,6 +25,7 @@ inline constexpr int kMaxDecodeThreads = 256;
 struct WarpSegments {
   Segment loaded, segment;
   ItemRows item;
+  TeamGroup group;
 };
 
 // Whether a warp keeps its query rows in registers; else they are in shared memory.
@@ -83,7 +84,7 @@ __device__ __forceinline__ void decode_items(const DecodeParams& p) {
   const int cluster_ctas = kCluster ? p.cluster_ctas : 0, cluster = cta >> p.cluster_shift;
   const int rank = cta - cluster * cluster_ctas;
   // Neighbouring shares lie on different multiprocessors: a few of them do not crowd on one.
-  const int worker = kCluster ? team * cluster_ctas + rank : team * static_cast<int>(gridDim.x) + cta;
+  int worker = kCluster ? team * cluster_ctas + rank : team * static_cast<int>(gridDim.x) + cta;
   const auto start = [] {
     ptx::wait_for_primary();
     ptx::allow_dependents();  // which read the lengths at once
@@ -95,6 +96,7 @@ __device__ __forceinline__ void decode_items(const DecodeParams& p) {
   {
     const auto fill = [&](int batch, int token, bool padding) { write_blind_token(p.call, batch, token, padding); };
     Segment first{};
+    TeamGroup group{};
     if constexpr (kCluster) {
       start();
       first = share_item(p, cluster, worker, cluster_ctas * teams);
@@ -104,7 +106,10 @@ __device__ __forceinline__ void decode_items(const DecodeParams& p) {
       // The kernel before this one may still run: the plan is made meanwhile, once more if it has changed the lengths.
 #pragma unroll 1
       for (bool started = false;;) {
-        first = table.find(p.call, p.split, table.build(p.call, p.split, p.alike_teams), worker);
+        const Division division = table.build(p.call, p.split, p.alike);
+        worker = division.merged > 0 ? cta * teams + team : team * static_cast<int>(gridDim.x) + cta;
+        first = table.find(p.call, p.split, division, worker);
+        group = TeamGroup::find(division, first, team, worker);
         if (started) break;
         start();
         started = true;
@@ -124,6 +129,7 @@ __device__ __forceinline__ void decode_items(const DecodeParams& p) {
     if (lane == 0) {
       mine.segment = mine.loaded = first;
       mine.item = rows;
+      mine.group = group;
     }
     __syncwarp();
   }
@@ -314,15 +320,22 @@ __device__ __forceinline__ void decode_items(const DecodeParams& p) {
 
     rows.complete_sums();
     rows.template copy_lone_values<T>(p, segment, item, row_warp * kWarpRows);
-    if constexpr (kCluster) {
+    const auto park = [&] {
       sync_team();  // its ring is free
       rows.park(
           p, item, row_warp * kWarpRows, [&](int row) { return parked.row(team, row); },
           [&](int row) -> auto& { return parked.state(team, row); });
+    };
+    if constexpr (kCluster) {
+      park();
       break;
     }
     if (segment.whole()) {
       rows.template finish<T>(p, segment, item, row_warp * kWarpRows);
+    } else if (mine.group.teams > 0) {
+      park();
+      merge_group<kDim>(p, segment, item, parked, mine.group);
+      break;
     } else {
       const int slot = p.split.unit_is_split ? segment.item_base + segment.lo : 2 * worker + !first_segment;
       rows.park(

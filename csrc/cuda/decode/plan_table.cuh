@@ -13,6 +13,20 @@ struct Division {
   int items;         // of all sequences
   int item_workers;  // of each item, or
   int worker_items;  // of each worker; both 0: equal ranges of the numbers
+  int merged;        // so many neighbouring workers of an item are a CTA's, which merges their results; 0: each alone
+
+  // Whether no item is left for the second kernel.
+  __device__ __forceinline__ bool complete() const {
+    return worker_items > 0 || (item_workers > 0 && item_workers == merged);
+  }
+};
+
+// When items that are alike are divided evenly, and when CTAs merge what their workers have of an item.
+struct AlikeRule {
+  int32_t least_workers;  // that take part,
+  int32_t least_merging;  // where CTAs merge
+  int32_t cta_workers;    // a power of 2
+  bool merges_first;      // also where more workers could take part alone
 };
 
 class PlanTable {
@@ -23,9 +37,9 @@ class PlanTable {
     return !p.query.cu_seqlens_q.given() && p.query.batch <= kSequences && p.query.kv_heads <= kKvHeads;
   }
 
-  // Called by all threads of a CTA. Items that are alike are divided evenly if `alike_workers` or more take part.
-  // It may be called while the kernel before this one still writes the lengths: outdated() tells.
-  __device__ __forceinline__ Division build(const AttentionParams& p, const SplitConfig& c, int alike_workers) {
+  // Called by all threads of a CTA. It may be called while the kernel before this one still writes the lengths:
+  // outdated() tells.
+  __device__ __forceinline__ Division build(const AttentionParams& p, const SplitConfig& c, const AlikeRule& rule) {
     const auto batch = static_cast<int>(p.query.batch), q_len = static_cast<int>(p.query.q_len);
     const auto thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
     int total = 0, seen = 0, longest = 0;
@@ -53,8 +67,19 @@ class PlanTable {
     Division d{.total = total, .items = seen * items_of_sequence(p, c)};
     if (seen < batch || (c.item_units + longest) * d.items - total > total / 32) return d;
     const int each = divide_down(c.workers, d.items), items = divide_down(d.items + c.workers - 1, c.workers);
-    if (each > 0 && each * d.items >= alike_workers && longest >= each * c.least_units) d.item_workers = each;
-    if (each == 0 && divide_down(d.items, items) >= alike_workers) d.worker_items = items;
+    if (each > 0 && longest >= each * c.least_units) {
+      // Several items for a CTA, or several CTAs for an item.
+      const int merging = each < rule.cta_workers ? each : each & -rule.cta_workers;
+      const bool merges = (merging & (merging - 1)) == 0 || each >= rule.cta_workers;
+      const bool alone = each * d.items >= rule.least_workers;
+      if (merges && merging * d.items >= rule.least_merging && (merging == each || rule.merges_first || !alone)) {
+        d.item_workers = merging;
+        d.merged = min_of(merging, rule.cta_workers);
+      } else if (alone) {
+        d.item_workers = each;
+      }
+    }
+    if (each == 0 && divide_down(d.items, items) >= rule.least_workers) d.worker_items = items;
     return d;
   }
 
@@ -69,7 +94,8 @@ class PlanTable {
   // Whether a sequence has no key that its query tokens see.
   __device__ __forceinline__ bool blind(int b) const { return upto_[b] == number_of(b); }
 
-  // The first segment of a worker, by a whole warp; not given() if there is none.
+  // The first segment of a worker, by a whole warp; not given() if there is none. Where CTAs merge, the workers of each
+  // are numbered one after the other.
   __device__ __forceinline__ Segment find(const AttentionParams& p, const SplitConfig& c, const Division& d,
                                           int worker) const {
     if (d.total == 0) return {};
@@ -124,8 +150,9 @@ class PlanTable {
                                                               const Segment& segment, int number) {
     if (d.worker_items > 0) return {.count = 1};
     if (d.item_workers == 0) return cuda::find_partials(c, segment, d.total);
-    const int worker = number * d.item_workers;
-    return {2 * worker, 2 * worker + 2, 2, min_of(segment.sequence.units, d.item_workers)};
+    const int worker = number * d.item_workers, used = min_of(segment.sequence.units, d.item_workers);
+    const int merged = max_of(d.merged, 1), step = 2 * merged;
+    return {2 * worker, 2 * worker + step, step, divide_down(used + merged - 1, merged)};
   }
 
  private:
