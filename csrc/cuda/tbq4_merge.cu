@@ -15,8 +15,10 @@
 namespace flashq::cuda {
 namespace {
 
-constexpr int kMostThreads = 512;    // of a block
-constexpr int kBatch = 9;            // partials in flight of a thread
+constexpr int kMostThreads = 512;  // of a block
+// Partials in flight of a thread: fewer, with half as many registers, where not all blocks of threads would run at once
+// otherwise; a second wave of them takes longer than a second batch. More than nine gain nothing.
+constexpr int kDeepBatch = 9, kShallowBatch = 5;
 constexpr int64_t kRun = 8;          // partials of a group: with more of them, more groups share a row
 constexpr int64_t kChunkGroups = 8;  // with kv_chunk: a row's bits must not depend on its batch mates
 constexpr int64_t kMaxRowBlocks = 64;
@@ -29,8 +31,9 @@ __device__ __forceinline__ PartialList find_codes(const CodeParams& p, const Seg
 }
 
 // The partials [begin, end) of a row's list, four columns from d on.
-__device__ __forceinline__ RowPart fold_partials(const Partials& partials, const PartialList& list, int begin, int end,
-                                                 int row, int d) {
+template <int kBatch> __device__ __forceinline__ RowPart fold_partials(const Partials& partials,
+                                                                       const PartialList& list, int begin, int end,
+                                                                       int row, int d) {
   RowPart sum;
 #pragma unroll 1
   for (int k = begin; k < end; k += kBatch) {
@@ -63,7 +66,7 @@ __device__ __forceinline__ RowPart fold_partials(const Partials& partials, const
 
 // gridDim (items at most, row blocks, blocks of a row). `groups` work on a row, a power of two of them; a block has
 // those of several rows.
-template <int D> __global__ void __launch_bounds__(kMostThreads, 1)
+template <int D, int kBatch> __global__ void __launch_bounds__(kMostThreads, kBatch == kDeepBatch ? 1 : 2)
     merge_codes_kernel(const __grid_constant__ CodeParams p, const int groups) {
   constexpr int kWidth = CodeTile<D>::kWidth, kLanes = kWidth / 4;
   __shared__ RowPart parts[kMostThreads];
@@ -87,7 +90,7 @@ template <int D> __global__ void __launch_bounds__(kMostThreads, 1)
     const int row = min_of(first + own, item.rows - 1);
     if (!waited) ptx::wait_for_primary();
     waited = true;
-    RowPart sum = fold_partials(p.partials, list, begin, min_of(list.count, begin + run), row, d);
+    RowPart sum = fold_partials<kBatch>(p.partials, list, begin, min_of(list.count, begin + run), row, d);
     RowPart exact;
     if (p.exact && group == 0) {
 #pragma unroll 1
@@ -125,8 +128,10 @@ template <int D> void launch_merge(const CodeParams& p, const Device& device, co
   const int64_t threads = round_up(rows * groups * kLanes, 32);
   const dim3 grid(static_cast<unsigned>(items), static_cast<unsigned>(min_of(ceil_div(p.rows, rows), kMaxRowBlocks)),
                   static_cast<unsigned>(CodeTile<D>::kBlocks));
-  launch_overlapping(merge_codes_kernel<D>, grid, static_cast<int>(threads), 0, device, launch, p,
-                     static_cast<int>(groups));
+  // With kv_chunk the same for every batch: where a batch of partials ends is in a row's bits.
+  const bool deep = p.call.kv_chunk > 0 || items * grid.y * grid.z <= device.sm_count * (kMostThreads / threads);
+  launch_overlapping(deep ? merge_codes_kernel<D, kDeepBatch> : merge_codes_kernel<D, kShallowBatch>, grid,
+                     static_cast<int>(threads), 0, device, launch, p, static_cast<int>(groups));
 }
 
 }  // namespace
