@@ -20,6 +20,12 @@ struct Barrier {
   __device__ __forceinline__ void arrive_for(uint32_t threads) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(threads) : "memory");
   }
+  // One arrival of a whole warp, by a lane that the hardware chooses: faster than to ask for the lane's number.
+  __device__ __forceinline__ void arrive_once() {
+    asm volatile(
+        "{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(address())
+        : "memory");
+  }
   // One arrival, which also announces the bytes that copies will bring.
   __device__ __forceinline__ void arrive_expecting(uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");

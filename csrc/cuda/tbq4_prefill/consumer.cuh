@@ -28,11 +28,19 @@ __device__ __forceinline__ float smooth_tanh(float x) {
 }
 
 // From shared memory. Volatile: what an earlier load of the same has brought is not kept for it in registers.
-__device__ __forceinline__ float4 load_again(const float* from) {
+__device__ __forceinline__ float4 load_again(uint32_t from) {
   float4 x;
   asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(ptx::shared_address(from)));
+               : "r"(from));
+  return x;
+}
+__device__ __forceinline__ float4 load_again(const float* from) { return load_again(ptx::shared_address(from)); }
+
+// Of pairs of fp16 values.
+__device__ __forceinline__ uint32_t add(uint32_t a, uint32_t b) {
+  uint32_t x;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
   return x;
 }
 
@@ -69,10 +77,14 @@ template <class C> class Consumer {
   __device__ __forceinline__ void pass_turn() const {
     ptx::named_barrier_arrive(C::turn_barrier((wg_ + 1) % C::kConsumers), 256);
   }
-  // By some lane of the warp: of one and the same ptxas keeps the test, in a predicate that it has to spill.
-  template <int kLane = 0> __device__ __forceinline__ void release(ptx::Barrier& empty) const {
-    if (ptx::fresh_lane() == kLane) empty.arrive();
-  }
+  // Of a thread's columns: where what S is multiplied by is in shared memory, and whether page offsets are still to be
+  // added.
+  struct Columns {
+    uint32_t factor;
+    bool offsets;
+  };
+  // Columns 8 j + 2 t + e are the thread's: t.
+  __device__ __forceinline__ static int own_columns() { return static_cast<int>(threadIdx.x) % 4; }
 
   // What is known of the tile.
   __device__ __forceinline__ const Info& info() const { return shared_.info[rings_.info().at()]; }
@@ -152,7 +164,7 @@ template <class C> class Consumer {
   static constexpr int kSteps = kDim / 16, kAtOnce = kDim == 256 || C::kOffsets ? 1 : 4;
   __device__ __forceinline__ void add_rest(const Tile& tile, uint32_t flags) {
     if (flags & kRest) {
-      release(shared_.k_empty[rings_.k().at()]);
+      shared_.k_empty[rings_.k().at()].arrive_once();
       rings_.advance_k();
       shared_.k_full[rings_.k().at()].wait(rings_.k().parity());
     }
@@ -208,14 +220,36 @@ template <class C> class Consumer {
       if (rings_.info().count != begin) shared_.v_full[values.at()].wait(values.parity());
       issue_output(values.at());
       pass_turn();
+      // What comes after S is worked out before it is there.
+      Columns columns{ptx::shared_address(info().k_norm[own_columns()]), true};
+      asm volatile("" : "+r"(columns.factor));
+      float4 factor = load_again(columns.factor);
+      float unit = info().facts.unit;
       ptx::wgmma_wait<1>();
       ptx::pin(s_);
-      take_scores(tile, flags);
-      if (flags & kFinish) finish_scores(tile, flags);
-      weigh(tile, flags, [&] {
+      if constexpr (C::kOffsets) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) ptx::pin(offset_[i]);
+      }
+      if (flags & (kCoarse | kLast | kIncomplete | kFinish)) {
+        if (flags & kCoarse) add_rest(tile, flags);
+        if (flags & kLast) shared_.q_empty[wg_].arrive_once();
+        if (flags & kIncomplete) own_missing() = true;
+        if (flags & kFinish) {
+          finish_scores(tile, flags);
+          columns = {ptx::shared_address(shared_.ones), false};
+        } else {
+          columns.factor = ptx::shared_address(info().k_norm[own_columns()]);
+        }
+        factor = load_again(columns.factor);
+        unit = info().facts.unit;
+      }
+      shared_.k_empty[rings_.k().at()].arrive_once();
+      rings_.advance_k();
+      weigh(tile, flags, unit, columns, factor, [&] {
         ptx::wgmma_wait<0>();
         ptx::pin(o_);
-        if (rings_.info().count != begin) release<1>(shared_.v_empty[rings_.v(1).at()]);
+        if (rings_.info().count != begin) shared_.v_empty[rings_.v(1).at()].arrive_once();
         begin = ~0u;
       });
     } while (!(flags & kLast));
@@ -224,19 +258,7 @@ template <class C> class Consumer {
     issue_output(values.at());
     ptx::wgmma_wait<0>();
     ptx::pin(o_);
-    release(shared_.v_empty[values.at()]);
-  }
-  // Makes S whole.
-  __device__ __forceinline__ void take_scores(const Tile& tile, uint32_t flags) {
-    if constexpr (C::kOffsets) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) ptx::pin(offset_[i]);
-    }
-    if (flags & kCoarse) add_rest(tile, flags);
-    release(shared_.k_empty[rings_.k().at()]);
-    rings_.advance_k();
-    if (flags & kLast) release(shared_.q_empty[wg_]);
-    if (flags & kIncomplete) own_missing() = true;
+    shared_.v_empty[values.at()].arrive_once();
   }
   // What the page offset of column 8 j adds to the scores of row h. By all lanes.
   __device__ __forceinline__ float offset_of(int j, int h, float factor) const {
@@ -291,30 +313,43 @@ template <class C> class Consumer {
     return columns_in(keys.begin - left, keys.end - left) & (flags & kExact ? chosen : there & ~chosen);
   }
 
-  // S to weights, in fp16. take_output(): before they are written, which O is a product of until then. Ends the tile.
-  __device__ __forceinline__ void weigh(const Tile& tile, uint32_t flags, const auto& take_output) {
-    const int t = static_cast<int>(threadIdx.x) % 4;
-    const Columns columns{flags & kFinish ? shared_.ones : info().k_norm[t], info().v_norm[t], !(flags & kFinish)};
+  // S to weights, in fp16; `factor` is that of the first columns. take_output(): before they are written, which O is a
+  // product of until then. Ends the tile.
+  __device__ __forceinline__ void weigh(const Tile& tile, uint32_t flags, float unit, const Columns& columns,
+                                        float4 factor, const auto& take_output) {
     uint32_t ahead[kAhead][4];
-    float sum[2];
-    const float unit = info().facts.unit;
-    float base[2];
+    float base[2], sum[2];
     const auto start = [&] {
 #pragma unroll
       for (int h = 0; h < 2; ++h) base[h] = base_[h] - unit;
       if (flags & kUneven) return;
-      sum[0] = sum[1] = 0;
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) weigh_group<true>(columns, i, base, ahead[i], sum);
+      for (int i = 0; i < kAhead; ++i) {
+        const float4 next = load_again(columns.factor + 16 * (i + 1));
+        weigh_group<true>(columns, i, factor, base, ahead[i], sum);
+        factor = next;
+      }
     };
     start();
     take_output();
 #pragma unroll 1
-    for (float most = info().facts.most;; most = kInf) {
-      if (flags & kUneven ? try_weights<false>(columns, base, most, ahead, sum)
-                          : try_weights<true>(columns, base, most, ahead, sum))
-        break;
+    for (float most = kMostWeight;; most = kInf) {
+      bool fits;
+      if (!(flags & kUneven)) {
+        weigh_rest(columns, factor, base, ahead, sum);
+        fits = !__any_sync(~0u, fmaxf(sum[0], sum[1]) > most);
+        const float share = info().facts.most * (1 / kMostWeight);
+        sum[0] *= share;
+        sum[1] *= share;
+      } else {
+        weigh_uneven(columns, base, sum);
+        const float share = __fdividef(kMostWeight, info().facts.most);
+        fits = !__any_sync(~0u, fmaxf(sum[0], sum[1]) * share > most);
+      }
+      if (fits) break;
       raise_bases(columns, flags);
+      unit = info().facts.unit;
+      factor = load_again(columns.factor);
       start();
     }
     sum_[0] += sum[0];
@@ -352,11 +387,6 @@ template <class C> class Consumer {
       if (poison >> (i / (C::kWidth / 2) * 2 + h) & 1) o_[i] = float_of(0x7fffffff);
     }
   }
-  // Of a thread's columns: what S is multiplied by, norms of values, and whether page offsets are still to be added.
-  struct Columns {
-    const float *factor, *v_norm;
-    bool offsets;
-  };
   // What is added to the scores of columns 8 j to 8 j + 15 of row h, `base` included.
   __device__ __forceinline__ float addend_of(const Columns& columns, int j, int h, float factor, float base) const {
     if constexpr (!C::kOffsets) return -base;
@@ -364,9 +394,8 @@ template <class C> class Consumer {
     return columns.offsets ? offset - base : -base;
   }
   // Weights of columns 8 j to 8 j + 15.
-  __device__ __forceinline__ void exponentiate(const Columns& columns, int j, const float (&base)[2],
+  __device__ __forceinline__ void exponentiate(const Columns& columns, int j, const float4& k, const float (&base)[2],
                                                float (&to)[2][4]) const {
-    const float4 k = load_again(columns.factor + 2 * j);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float addend = addend_of(columns, j, h, C::kOffsets ? row_factors(h).offsets : 0, base[h]);
@@ -378,44 +407,58 @@ template <class C> class Consumer {
     }
   }
   // While O of the tile before is under way: weights of as many times 16 keys as there are registers for.
-  static constexpr int kAhead = kDim == 64 ? 4 : kDim == 128 || C::kOffsets ? 1 : 2;
+  static constexpr int kAhead = kDim == 64 ? 4 : C::kOffsets ? 1 : 2;
 
-  // Weights of 16 keys in fp16. kEven: norms are in the values, but for what all of them have in common.
+  // Weights of 16 keys in fp16. kEven: norms are in the values, but for what all of them have in common; else sums of
+  // what they are multiplied by are added to `sum`.
   template <bool kEven>
-  __device__ __forceinline__ void weigh_group(const Columns& columns, int i, const float (&base)[2],
-                                              uint32_t (&weights)[4], float (&sum)[2]) const {
+  __device__ __forceinline__ void weigh_group(const Columns& columns, int i, const float4& factor,
+                                              const float (&base)[2], uint32_t (&weights)[4], float (&sum)[2]) const {
     float p[2][4];
-    exponentiate(columns, 2 * i, base, p);
+    exponentiate(columns, 2 * i, factor, base, p);
     float4 v{1, 1, 1, 1};
-    if constexpr (!kEven) v = load_again(columns.v_norm + 4 * i);
+    if constexpr (!kEven) v = load_again(info().v_norm[own_columns()] + 4 * i);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      sum[h] += (p[h][0] + p[h][2]) + (p[h][1] + p[h][3]);
+      if constexpr (!kEven) sum[h] += (p[h][0] + p[h][2]) + (p[h][1] + p[h][3]);
       weights[h] = ptx::pack<Float16>(p[h][0] * v.x, p[h][1] * v.y);
       weights[2 + h] = ptx::pack<Float16>(p[h][2] * v.z, p[h][3] * v.w);
     }
   }
-  // Weights of a tile, and their sums; `ahead`, and sums of it, are there already if kEven. Returns whether sums are
-  // not above `most`: no weight is larger.
-  template <bool kEven>
-  __device__ __forceinline__ bool try_weights(const Columns& columns, const float (&base)[2], float most,
-                                              const uint32_t (&ahead)[kAhead][4], float (&sum)[2]) {
-    if (!kEven) sum[0] = sum[1] = 0;
+  // Weights of a tile but for those that are there already, and the sums of all; `factor` is that of the first of them.
+  // A thread's weights of a row are added in fp16, by pairs of pairs, until four sums are left: half as many
+  // instructions as in fp32.
+  __device__ __forceinline__ void weigh_rest(const Columns& columns, const float4& factor, const float (&base)[2],
+                                             const uint32_t (&ahead)[kAhead][4], float (&sum)[2]) {
+    constexpr int kGroups = kTileK / 16;
 #pragma unroll
-    for (int i = 0; i < kTileK / 16; ++i) {
-      if (kEven && i < kAhead) {
+    for (int i = 0; i < kGroups; ++i) {
+      if (i < kAhead) {
 #pragma unroll
         for (int n = 0; n < 4; ++n) prob_[i][n] = ahead[i][n];
       } else {
-        weigh_group<kEven>(columns, i, base, prob_[i], sum);
+        weigh_group<true>(columns, i, i == kAhead ? factor : load_again(columns.factor + 16 * i), base, prob_[i], sum);
       }
     }
-    if (kEven) {
-      const float unit = info().facts.most * (1 / kMostWeight);
-      sum[0] *= unit;
-      sum[1] *= unit;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      uint32_t x[kGroups];
+#pragma unroll
+      for (int i = 0; i < kGroups; ++i) x[i] = add(prob_[i][h], prob_[i][2 + h]);
+#pragma unroll
+      for (int count = kGroups; count > 2; count = (count + 1) / 2)
+#pragma unroll
+        for (int i = 0; i < count / 2; ++i) x[i] = add(x[i], x[(count + 1) / 2 + i]);
+      const auto half = [](uint32_t bits) { return half_to_float(static_cast<uint16_t>(bits)); };
+      sum[h] = (half(x[0]) + half(x[1])) + (half(x[0] >> 16) + half(x[1] >> 16));
     }
-    return !__any_sync(~0u, fmaxf(sum[0], sum[1]) > most);
+  }
+  // All weights of a tile with kUneven, and the sums of what norms are multiplied by.
+  __device__ __forceinline__ void weigh_uneven(const Columns& columns, const float (&base)[2], float (&sum)[2]) {
+    sum[0] = sum[1] = 0;
+#pragma unroll
+    for (int i = 0; i < kTileK / 16; ++i)
+      weigh_group<false>(columns, i, load_again(columns.factor + 16 * i), base, prob_[i], sum);
   }
   __device__ __forceinline__ void raise_bases(const Columns& columns, uint32_t flags) {
     float high[2] = {-kInf, -kInf}, factor[2] = {};
@@ -425,7 +468,7 @@ template <class C> class Consumer {
     }
 #pragma unroll
     for (int j = 0; j < kTileK / 8; j += 2) {
-      const float4 k = load_again(columns.factor + 2 * j), v = load_again(columns.v_norm + 2 * j);
+      const float4 k = load_again(columns.factor + 8 * j), v = load_again(info().v_norm[own_columns()] + 2 * j);
       const float k_factors[4] = {k.x, k.y, k.z, k.w}, norms[4] = {v.x, v.y, v.z, v.w};
       const float addends[2] = {addend_of(columns, j, 0, factor[0], 0), addend_of(columns, j, 1, factor[1], 0)};
 #pragma unroll

@@ -58,9 +58,8 @@ __device__ __forceinline__ void store_chunk(uint32_t to, const uint32_t (&values
                : "memory");
 }
 
-// The units of a warp, its number and every kExpanders-th from there on; of values it starts where those of keys ended,
-// so that warps have as many. Addresses are a lane's, which do not change, plus the tile's: with them worked out anew a
-// unit takes a quarter more instructions.
+// The units of a warp, of keys and of values: its number and every kExpanders-th from there on. Addresses are a lane's,
+// which do not change, plus the tile's: with them worked out anew a unit takes a quarter more instructions.
 template <class C> class UnitExpander {
   static constexpr int kMost = (C::kUnits + C::kExpanders - 1) / C::kExpanders;
   static constexpr int kMore = C::kUnits - (kMost - 1) * C::kExpanders;  // warps that have kMost units
@@ -68,35 +67,28 @@ template <class C> class UnitExpander {
 
  public:
   __device__ __forceinline__ UnitExpander(const LevelBytes (&levels)[32], int warp, int lane)
-      : levels_(levels[lane]), keys_{0, warp < kMore} {
-    const int first = warp < kMore ? warp + C::kExpanders - kMore : warp - kMore;  // of values
-    if (kMore < C::kExpanders) values_ = {first - warp, first < kMore};
+      : levels_(levels[lane]), more_(warp < kMore) {
     const UnitPlace place = place_in_unit<C>(lane);
     const int key = warp * C::kUnitKeys + place.key, quarter = place.quarter;
     from_ = key * (C::kDim / 2) + quarter * 16;
     norm_ = (key * C::kBlocks + quarter / 4 % C::kBlocks) * 2;
     // All of a lane's keys have the same place in the swizzle.
-    static_assert(C::kExpanders * C::kUnitKeys % 8 == 0 && kMore * C::kUnitKeys % 8 == 0);
+    static_assert(C::kExpanders * C::kUnitKeys % 8 == 0);
     to_ = quarter / 2 * (C::kTileK * 128) + key * 128 + ((quarter % 2 * 4) ^ (key % 8)) * 16;
   }
 
   // The codes of the first unit, for expand().
-  template <bool kValues> __device__ __forceinline__ uint4 load_first(const RawTile& raw) const {
-    return load_unit(raw, share<kValues>().ahead * 512);
-  }
+  __device__ __forceinline__ uint4 load_first(const RawTile& raw) const { return load_unit(raw, 0); }
   // Expands all units into `tile`, an address in shared memory. Norms of the tile are factors of values, and of head
   // dim 256 of keys.
   template <bool kValues> __device__ __forceinline__ void expand(const RawTile& raw, uint4 codes, uint32_t tile) const {
-    const Share own = share<kValues>();
-    tile += own.ahead * (C::kUnitKeys * 128);
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
-      if (i == kMost - 1 && !own.more) break;
+      if (i == kMost - 1 && !more_) break;
       constexpr bool kScaled = kValues || C::kBlocks == 2;
       const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w},
-                     factor = kScaled ? factor_of(raw, own.ahead + i * C::kExpanders) : 0;
-      if (i + 1 < kMost && (i + 1 < kMost - 1 || own.more))
-        codes = load_unit(raw, own.ahead * 512 + (i + 1) * kCodesStep);
+                     factor = kScaled ? factor_of(raw, i * C::kExpanders) : 0;
+      if (i + 1 < kMost && (i + 1 < kMost - 1 || more_)) codes = load_unit(raw, i + 1);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         uint32_t values[4];
@@ -116,7 +108,7 @@ template <class C> class UnitExpander {
                   -half_to_float(static_cast<uint16_t>(bits)));
     };
 #pragma unroll 1
-    for (int i = 0; i < kMost - !keys_.more; ++i) {
+    for (int i = 0; i < kMost - !more_; ++i) {
       const uint32_t factor = C::kBlocks == 2 ? factor_of(raw, i * C::kExpanders) : 0;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -138,17 +130,8 @@ template <class C> class UnitExpander {
  private:
   static constexpr int kCodesStep = C::kExpanders * 512, kTileStep = C::kExpanders * C::kUnitKeys * 128;
 
-  // Of K or V of a tile: from how many units after its own the warp expands, and whether it has kMost of them.
-  struct Share {
-    int ahead;
-    bool more;
-  };
-  template <bool kValues> __device__ __forceinline__ Share share() const {
-    return kValues && kMore < C::kExpanders ? values_ : keys_;
-  }
-
-  __device__ __forceinline__ uint4 load_unit(const RawTile& raw, int after) const {
-    return load<uint4>(&raw.codes[0][0] + from_ + after);
+  __device__ __forceinline__ uint4 load_unit(const RawTile& raw, int i) const {
+    return load<uint4>(&raw.codes[0][0] + from_ + i * kCodesStep);
   }
   // What a lane's values of the unit so many after its first one are multiplied by: fp16 twice.
   __device__ __forceinline__ uint32_t factor_of(const RawTile& raw, int units) const {
@@ -158,7 +141,7 @@ template <class C> class UnitExpander {
   }
 
   LevelBytes levels_;
-  Share keys_, values_{};
+  bool more_;        // the warp has kMost units, not one less
   int from_, norm_;  // of a lane, in bytes
   uint32_t to_;      // where the first of its four chunks goes: chunk j to that ^ 16 j
 };

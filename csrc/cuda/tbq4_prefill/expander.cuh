@@ -60,11 +60,10 @@ template <class C> class Expander {
 
   // K of a tile of codes.
   __device__ __forceinline__ void produce_keys() {
-    const uint32_t flags = shared_.info[await_info()].facts.flags;
+    const uint32_t flags = shared_.info[await_info()].facts.flags;  // raw_full, too, has been waited for then
     const RingPosition<C::kRawStages> place{tiles_loaded_++};
-    shared_.raw_full[place.at()].wait(place.parity());
     const auto& raw = shared_.raw[place.at()];
-    const uint4 codes = units_.template load_first<false>(raw.k);
+    const uint4 codes = units_.load_first(raw.k);
     acquire(shared_.k_empty, rings_.k());
     if (flags & kRest) {
       units_.expand_rest(raw.k, ptx::shared_address(shared_.k[rings_.k().at()]));
@@ -79,7 +78,7 @@ template <class C> class Expander {
     const auto values = rings_.v(before);
     const RingPosition<C::kRawStages> place{tiles_loaded_ - before};
     const auto& raw = shared_.raw[place.at()].v;
-    const uint4 codes = units_.template load_first<true>(raw);
+    const uint4 codes = units_.load_first(raw);
     acquire(shared_.v_empty, values);
     units_.template expand<true>(raw, codes, ptx::shared_address(shared_.v[values.at()]));
     publish(shared_.v_full[values.at()]);
@@ -129,7 +128,8 @@ template <class C> class Expander {
 
   const Params& p_;
   typename C::SharedMemory& shared_;
-  // Those that have a multiprocessor's quarter with a warp that does not expand come first: they get more units.
+  // Those that have a multiprocessor's quarter with a warp that does not expand come first, and get more units: the
+  // consumers of all quarters have as little to wait for.
   const int warp_;
   const UnitExpander<C> units_;
   typename C::Rings rings_;
