@@ -7,8 +7,8 @@
 
 namespace flashq::cuda {
 
-// How many clusters of more CTAs than every GPU can hold run at a time; 0 where they cannot. A kernel serves kShapes
-// shapes, each always with the same threads and shared memory, those of `config`.
+// How many clusters run at a time; 0 where they cannot, as those of more CTAs than every GPU can hold. A kernel serves
+// kShapes shapes, each always with the same threads, shared memory and CTAs of a cluster, those of `config`.
 template <auto kKernel, int kShapes = 1>
 int count_clusters(const cudaLaunchConfig_t& config, int32_t device, int shape = 0) {
   static std::atomic<int> known[kShapes][64];  // plus one

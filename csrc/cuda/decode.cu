@@ -58,6 +58,7 @@ bool can_cluster(const Attention16Params& p) { return !p.query.cu_seqlens_q.give
 int choose_cluster(const Attention16Params& p, int64_t block_rows, int64_t most, int64_t ctas) {
   constexpr int64_t kShort = 512;             // tokens of a CTA: one wave of copies or two
   constexpr int64_t kSmallBytes = 256 << 20;  // of a call: the second kernel costs more than 1 / 32 of its time
+  constexpr int64_t kFastDim = 128;           // with up to 8 rows, half of the multiprocessors keep the memory busy
   if (!can_cluster(p)) return 0;
   const int64_t items = count_row_tiles(p.query, block_rows) * p.query.kv_heads, window = p.score.window_left;
   int64_t keys = kv_capacity(p.kv);  // that an item sees at most
@@ -65,8 +66,9 @@ int choose_cluster(const Attention16Params& p, int64_t block_rows, int64_t most,
   int64_t cluster = 1;
   while (cluster * 2 <= most && items * cluster * 2 <= ctas) cluster *= 2;
   if (items > ctas) return 0;
+  const bool fast = block_rows == kDecodeRows[0] && p.query.head_dim == kFastDim;
   const bool small = static_cast<double>(items) * static_cast<double>(keys) * 4 * p.query.head_dim <= kSmallBytes;
-  const bool alike = p.query.batch == 1 && items * cluster * 32 >= ctas * 31 && small;  // all as long
+  const bool alike = p.query.batch == 1 && items * cluster * 32 >= ctas * 31 && (small || fast);  // all as long
   return keys <= kShort * cluster || alike ? static_cast<int>(cluster) : 0;
 }
 
