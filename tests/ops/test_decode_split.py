@@ -98,6 +98,14 @@ def test_sequences_that_are_alike(batch: int, length: int, kv_heads: int, group:
     check_16bit("decode", randn(batch, q_len, kv_heads * group, 64, dtype=torch.bfloat16), *cache, device="cuda")
 
 
+@pytest.mark.parametrize("short", [16, 17, 100, 128, 200])
+@pytest.mark.parametrize("q_len", [1, 4, 16])
+def test_a_short_sequence_among_long_ones_that_are_alike(short: int, q_len: int) -> None:
+    """An item that one block has alone, where those of the others have several."""
+    cache = make_cache((4096,) * 20 + (short,) + (4096,) * 12, kv_heads=1)
+    check_16bit("decode", randn(33, q_len, 4, 64, dtype=torch.bfloat16), *cache, device="cuda")
+
+
 @pytest.mark.parametrize("page_size", [64, 1])
 def test_more_sequences_than_ctas(page_size: int) -> None:
     lengths = tuple(int(n) for n in torch.randint(0, 700, (400,), generator=torch.Generator().manual_seed(0)))

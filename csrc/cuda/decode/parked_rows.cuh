@@ -47,8 +47,8 @@ struct TeamGroup {
   static __device__ __forceinline__ TeamGroup find(const Division& d, const Segment& segment, int team, int worker) {
     if (d.merged == 0 || !segment.given()) return {};
     const int first_team = team & -d.merged, first_worker = worker - team + first_team;
-    const int behind = min_of(segment.sequence.units, d.item_workers) - first_worker % d.item_workers;
-    return {first_team, min_of(behind, d.merged), d.complete() ? -1 : 2 * first_worker};
+    const int used = min_of(segment.sequence.units, d.item_workers), behind = used - first_worker % d.item_workers;
+    return {first_team, min_of(behind, d.merged), used <= d.merged ? -1 : 2 * first_worker};
   }
 };
 
