@@ -37,13 +37,6 @@ __device__ __forceinline__ float4 load_again(uint32_t from) {
 }
 __device__ __forceinline__ float4 load_again(const float* from) { return load_again(ptx::shared_address(from)); }
 
-// Of pairs of fp16 values.
-__device__ __forceinline__ uint32_t add(uint32_t a, uint32_t b) {
-  uint32_t x;
-  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
-  return x;
-}
-
 template <class C> class Consumer {
   static constexpr int kTileK = C::kTileK, kDim = C::kDim;
   using Info = KeyTile<kTileK>;
@@ -323,6 +316,7 @@ template <class C> class Consumer {
 #pragma unroll
       for (int h = 0; h < 2; ++h) base[h] = base_[h] - unit;
       if (flags & kUneven) return;
+      sum[0] = sum[1] = 0;
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         const float4 next = load_again(columns.factor + 16 * (i + 1));
@@ -407,10 +401,10 @@ template <class C> class Consumer {
     }
   }
   // While O of the tile before is under way: weights of as many times 16 keys as there are registers for.
-  static constexpr int kAhead = kDim == 64 ? 4 : C::kOffsets ? 1 : 2;
+  static constexpr int kAhead = kDim == 64 ? 4 : kDim == 128 || C::kOffsets ? 1 : 2;
 
-  // Weights of 16 keys in fp16. kEven: norms are in the values, but for what all of them have in common; else sums of
-  // what they are multiplied by are added to `sum`.
+  // Weights of 16 keys in fp16, whose sums, without norms, are added to `sum`. kEven: norms are in the values, but for
+  // what all of them have in common.
   template <bool kEven>
   __device__ __forceinline__ void weigh_group(const Columns& columns, int i, const float4& factor,
                                               const float (&base)[2], uint32_t (&weights)[4], float (&sum)[2]) const {
@@ -420,37 +414,22 @@ template <class C> class Consumer {
     if constexpr (!kEven) v = load_again(info().v_norm[own_columns()] + 4 * i);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if constexpr (!kEven) sum[h] += (p[h][0] + p[h][2]) + (p[h][1] + p[h][3]);
+      sum[h] += (p[h][0] + p[h][2]) + (p[h][1] + p[h][3]);
       weights[h] = ptx::pack<Float16>(p[h][0] * v.x, p[h][1] * v.y);
       weights[2 + h] = ptx::pack<Float16>(p[h][2] * v.z, p[h][3] * v.w);
     }
   }
-  // Weights of a tile but for those that are there already, and the sums of all; `factor` is that of the first of them.
-  // A thread's weights of a row are added in fp16, by pairs of pairs, until four sums are left: half as many
-  // instructions as in fp32.
+  // Weights of a tile but for those that are there already, added to the sums of those; `factor` is that of the first.
   __device__ __forceinline__ void weigh_rest(const Columns& columns, const float4& factor, const float (&base)[2],
                                              const uint32_t (&ahead)[kAhead][4], float (&sum)[2]) {
-    constexpr int kGroups = kTileK / 16;
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
+    for (int i = 0; i < kTileK / 16; ++i) {
       if (i < kAhead) {
 #pragma unroll
         for (int n = 0; n < 4; ++n) prob_[i][n] = ahead[i][n];
       } else {
         weigh_group<true>(columns, i, i == kAhead ? factor : load_again(columns.factor + 16 * i), base, prob_[i], sum);
       }
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      uint32_t x[kGroups];
-#pragma unroll
-      for (int i = 0; i < kGroups; ++i) x[i] = add(prob_[i][h], prob_[i][2 + h]);
-#pragma unroll
-      for (int count = kGroups; count > 2; count = (count + 1) / 2)
-#pragma unroll
-        for (int i = 0; i < count / 2; ++i) x[i] = add(x[i], x[(count + 1) / 2 + i]);
-      const auto half = [](uint32_t bits) { return half_to_float(static_cast<uint16_t>(bits)); };
-      sum[h] = (half(x[0]) + half(x[1])) + (half(x[0] >> 16) + half(x[1] >> 16));
     }
   }
   // All weights of a tile with kUneven, and the sums of what norms are multiplied by.
