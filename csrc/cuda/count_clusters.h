@@ -7,8 +7,9 @@
 
 namespace flashq::cuda {
 
-// How many clusters run at a time; 0 where they cannot, as those of more CTAs than every GPU can hold. A kernel serves
-// kShapes shapes, each always with the same threads, shared memory and CTAs of a cluster, those of `config`.
+// How many clusters run at a time; 0 where none can, for not every GPU holds those of more than 8 CTAs. A kernel serves
+// kShapes shapes. The first `config` of each speaks for all of its calls: they have as many threads and CTAs of a
+// cluster, and as many of their CTAs fit the shared memory of a multiprocessor.
 template <auto kKernel, int kShapes = 1>
 int count_clusters(const cudaLaunchConfig_t& config, int32_t device, int shape = 0) {
   static std::atomic<int> known[kShapes][64];  // plus one

@@ -15,12 +15,14 @@ namespace {
 constexpr int kMaxStages = 4;
 constexpr int kItemUnits = 2;        // the start of an item takes about as long as two tiles
 constexpr int kLeastUnits = 2;       // of a team: fewer would cost the merge more than they save
-constexpr int kIdleOfMany = 16;      // one team of so many may be idle where items are divided evenly: of 8 of a
-constexpr int kIdleOfFew = 64;       // multiprocessor that have up to 8 rows; others set the pace, not the memory
-constexpr int kIdleOfRows = 32;      // where CTAs merge, of teams with 64 rows
 constexpr int64_t kWholeItem = 512;  // tokens: up to here no item is split, so that one launch does it all
 constexpr int64_t kMostStride = INT32_MAX / 2 / kGroup;
 constexpr int64_t kWholeUnit = 1 << 30;  // tokens of a unit that nothing exceeds
+
+// One team of so many may be idle where items are divided evenly.
+constexpr int kIdleOfMany = 16;  // of 8 of a multiprocessor that have up to 8 rows, and of those whose CTAs merge
+constexpr int kIdleOfFew = 64;   // of others, where no CTA merges: they set the pace, not the memory
+constexpr int kIdleOfRows = 32;  // of those with 64 rows whose CTAs merge
 
 int dim_index(int64_t head_dim) {
   int i = 0;

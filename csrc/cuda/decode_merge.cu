@@ -28,10 +28,10 @@ constexpr int kFixedGroups = 8, kFixedLanes = 16;  // with kv_chunk: a row's bit
 // `lanes` threads: powers of two, and whole warps together.
 struct MergeShape {
   int lanes, groups;
-  int jobs;           // of all items; without a table of one, that of blockIdx.x
+  int jobs;           // of all items; where there is no table, of one, that of blockIdx.x
   Divisor item_jobs;  // of an item
 
-  // `columns`: of an item, four at a time; `table`: see above.
+  // `columns`: of an item, four at a time; `table`: whether PlanTable finds the items.
   MergeShape(int64_t items, int64_t columns, int groups, int most_lanes, bool table)
       : lanes(static_cast<int>(min_of<int64_t>(most_lanes, kMergeThreads / groups))),
         groups(groups),
@@ -41,7 +41,7 @@ struct MergeShape {
   int64_t blocks() const { return ceil_div(jobs, kMergeThreads / (lanes * groups)); }
 };
 
-// kTable: PlanTable finds the items.
+// kTable: PlanTable finds the items. `merged`: the shape where CTAs have merged results of their workers; else `alone`.
 template <bool kTable> __global__ void __launch_bounds__(kMergeThreads, kTable ? kBlocksOfSm : 6)
     merge_partials_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ SplitConfig split,
                           const Partials partials, const __grid_constant__ AlikeRule alike,

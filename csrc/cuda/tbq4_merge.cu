@@ -16,8 +16,8 @@ namespace flashq::cuda {
 namespace {
 
 constexpr int kMostThreads = 512;  // of a block
-// Partials in flight of a thread: fewer, with half as many registers, where not all blocks of threads would run at once
-// otherwise; a second wave of them takes longer than a second batch. More than nine gain nothing.
+// Partials in flight of a thread: fewer, with half as many registers, where blocks would otherwise not all run at once,
+// because a second wave of blocks takes longer than a second batch. More than nine gain nothing.
 constexpr int kDeepBatch = 9, kShallowBatch = 5;
 constexpr int64_t kRun = 8;          // partials of a group: with more of them, more groups share a row
 constexpr int64_t kChunkGroups = 8;  // with kv_chunk: a row's bits must not depend on its batch mates

@@ -88,7 +88,17 @@ def test_short_sequences(blocks: int, group: int, q_len: int, dim: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "length", "kv_heads", "group"), [(66, 600, 2, 4), (33, 1200, 1, 4), (250, 530, 8, 1), (7, 3000, 1, 16)]
+    ("batch", "length", "kv_heads", "group"),
+    [
+        # What 132 multiprocessors make of them:
+        (66, 600, 2, 4),  # one block for each item
+        (250, 530, 1, 4),  # half a block
+        (33, 2100, 1, 4),  # four blocks
+        (8, 8300, 1, 16),  # 16 blocks; of 64 rows, 33 teams that do not merge
+        (250, 530, 8, 1),  # half a team
+        (33, 1200, 1, 4),  # a cluster of up to 4 blocks
+        (7, 3000, 1, 16),  # and of up to 16
+    ],
 )
 @pytest.mark.parametrize("q_len", [1, 4])
 @pytest.mark.parametrize("step", [0, 1, 100])

@@ -1,8 +1,8 @@
 // Split-KV attention over a cache in 16 bit: few rows, many keys, so it is bound by the read of K and V.
 //
-// 1, 2 or 4 warps form a team with a ring of tiles, which streams its own share of the plan (plan.cuh); teams know
-// nothing of each other. K and V are the left operands of mma.m16n8k16, so that 8 rows cost one product and no padding
-// is read:
+// 1, 2 or 4 warps form a team with a ring of tiles, which streams its own share of the plan (plan.cuh); teams meet only
+// where they merge the results of an item. K and V are the left operands of mma.m16n8k16, so that 8 rows cost one
+// product and no padding is read:
 //   S^T (16 tokens, 8 rows) = K (16, dim) Q^T (dim, 8),   O^T (dim, 8) += V^T (dim, 16) P^T (16, 8).
 // Rows stand in the same lanes in S^T and in O^T, and movmatrix makes P^T an operand out of S^T.
 #pragma once
@@ -21,7 +21,7 @@ namespace flashq::cuda {
 
 inline constexpr int kMaxDecodeThreads = 256;
 
-// What a warp loads and what it computes: the first runs ahead.
+// What a warp loads and what it computes: the first runs ahead. And the group that its team merges with, if any.
 struct WarpSegments {
   Segment loaded, segment;
   ItemRows item;

@@ -8,8 +8,9 @@ namespace flashq::cuda {
 // A slot is (block_rows, head_dim) sums o, not divided by anything, and (block_rows) states; max is in base 2.
 //
 // Where the plan's units are splits, unit u of an item has slot item_base + u. Else a worker has two slots: 2 * worker
-// for its first segment, and 2 * worker + 1 for its last, if that is another one. Items that one worker has whole need
-// none.
+// for its first segment, and 2 * worker + 1 for its last, if that is another one. Workers of a CTA that merge what they
+// have of an item leave one result, in the first slot of the first of them. Items that a worker, or such a group, has
+// whole need none.
 struct Partials {
   SoftmaxState<Binary>* states;  // null: nothing is split
   float* o;

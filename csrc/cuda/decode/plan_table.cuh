@@ -25,7 +25,7 @@ struct Division {
 struct AlikeRule {
   int32_t least_workers;  // that take part,
   int32_t least_merging;  // where CTAs merge
-  int32_t cta_workers;    // a power of 2
+  int32_t cta_workers;    // workers of a CTA, a power of 2
   bool merges_first;      // also where more workers could take part alone
 };
 
