@@ -74,7 +74,7 @@ __device__ __forceinline__ void decode_items(const DecodeParams& p) {
     if (team_warps == 1)
       __syncwarp();
     else
-      ptx::sync_named(1 + team, 32 * team_warps);
+      ptx::named_barrier_sync(1 + team, 32 * team_warps);
   };
 
   WarpSegments& mine = reinterpret_cast<WarpSegments*>(shared + at.segments)[warp];

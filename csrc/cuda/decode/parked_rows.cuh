@@ -59,7 +59,7 @@ __device__ __forceinline__ void merge_group(const DecodeParams& p, const Segment
                                             const ParkedRows<kDim>& parked, const TeamGroup& group) {
   const int quarter = static_cast<int>(p.call.query.head_dim) / 4, columns = item.rows * quarter;
   const int first_thread = 32 * group.first_team << p.team_shift, threads = 32 * group.teams << p.team_shift;
-  ptx::sync_named(kGroupBarrier + group.first_team, threads);
+  ptx::named_barrier_sync(kGroupBarrier + group.first_team, threads);
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x) - first_thread; i < columns; i += threads) {
     const int row = divide_down(i, quarter), d = (i - row * quarter) * 4;

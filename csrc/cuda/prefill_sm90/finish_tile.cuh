@@ -5,11 +5,11 @@
 #pragma once
 #include "cuda/finish_row.cuh"
 #include "cuda/prefill_sm90/softmax.cuh"
+#include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/fresh_thread.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/tma.cuh"
-#include "cuda/ptx/warpgroup.cuh"
 #include "cuda/vector.cuh"
 
 namespace flashq::cuda::sm90 {

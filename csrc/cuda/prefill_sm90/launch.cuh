@@ -14,6 +14,7 @@
 #include "cuda/prefill_sm90/producer.cuh"
 #include "cuda/ptx/dependent_launch.cuh"
 #include "cuda/ptx/tensor_map.h"
+#include "cuda/ptx/warpgroup.cuh"
 
 namespace flashq::cuda::sm90 {
 namespace {

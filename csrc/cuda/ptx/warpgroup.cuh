@@ -1,17 +1,8 @@
-// Warpgroups that have parts of their own in one kernel: named barriers, registers handed from one to the other.
+// Warpgroups that have parts of their own in one kernel: registers handed from one to the other.
 #pragma once
 #include "core/portability.h"
 
 namespace flashq::cuda::ptx {
-
-// Waits until `threads` threads have come to barrier `id` (1 to 15; 0 is __syncthreads).
-__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-// Comes to the barrier without waiting.
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 
 template <int kRegisters> __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));

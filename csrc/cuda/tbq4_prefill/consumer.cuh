@@ -6,6 +6,7 @@
 // A row's base is raised when a weight times its norm may leave fp16, not when a score exceeds the largest: so what a
 // row looks at keeps its bits beside norms that it does not look at. Weights are first tried with the base as it is.
 #pragma once
+#include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/tbq4_attention/scores.cuh"
