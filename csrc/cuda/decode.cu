@@ -1,6 +1,7 @@
 // decode on CUDA: which kernel runs a call, how its work is cut, and where partial results lie in the scratch.
 #include <bit>
 
+#include "cuda/count_clusters.h"
 #include "cuda/decode/kernel.cuh"
 #include "cuda/decode/launch.h"
 #include "cuda/decode/merge_partials.h"

@@ -1,6 +1,7 @@
 // tbq4_attention on CUDA: which kernel runs a call, how its work is cut, and how much shared memory it takes.
 #include <bit>
 
+#include "cuda/count_clusters.h"
 #include "cuda/decode/merge_partials.h"
 #include "cuda/kernels.h"
 #include "cuda/tbq4_attention/launch.h"
@@ -182,7 +183,7 @@ Status tbq4_attention(const AttentionTbq4Params& p, const Launch& launch) {
   SharedPlan plan{};
   const bool exact = has_exact(kv);
   const bool clusters = device.arch >= 90 && runs_code_of_90(launch.device);
-  const int cluster = choose_cluster(p, clusters ? kMostCodeCluster : 1, how.ctas, exact);
+  const int cluster = choose_cluster(p, clusters ? kMaxCluster : 1, how.ctas, exact);
   // Of a short context more warps have too little to do each.
   const int most_warps = cluster > 0 ? kMostClusterWarps : most_code_warps(p.query.head_dim, how.tiles);
   if (!choose_warps(p.query.head_dim, most_warps, rows, kv.k_offsets != nullptr, device.shared_bytes, how, plan))

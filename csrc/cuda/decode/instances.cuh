@@ -29,19 +29,7 @@ Status launch_decode_kernel(const DecodeLaunch& how, DecodeParams p, const Launc
   config.stream = static_cast<cudaStream_t>(launch.stream);
   config.attrs = &attribute;
   config.numAttrs = runs_code_of_90(launch.device) ? 1 : 0;
-  // Smaller clusters where not all would run at once, which takes longer: of 8 CTAs an H200 holds fewer than 16, though
-  // it has 132 multiprocessors, and 1 x 4096 with 16/16 heads takes 14.3 us in clusters of 4 instead of 20.2.
-  const int clusters = how.cluster > 1 ? how.ctas / how.cluster : 0;
-  const auto resident = [&] {
-    return count_clusters<kKernel, kDecodeShapes * kClusterSizes>(config, launch.device,
-                                                                  how.shape * kClusterSizes + p.cluster_shift);
-  };
-  while (p.cluster_ctas > 2 && resident() < clusters) {
-    p.cluster_ctas /= 2;
-    --p.cluster_shift;
-    config.gridDim.x /= 2;
-    attribute.val.clusterDim.x /= 2;
-  }
+  halve_clusters<kKernel, kDecodeShapes>(config, attribute, p, launch.device, how.shape);
   cudaLaunchKernelEx(&config, kKernel, p);
   return launch_status();
 }

@@ -12,7 +12,6 @@ inline constexpr int kDecodeRows[] = {8, 16, 32, 64};    // rows of an item
 inline constexpr int kDecodeTiles[] = {1, 2, 2, 2};      // of 8 rows, for each warp
 inline constexpr int kDecodeTeamShift[] = {0, 0, 1, 2};  // logarithm of the warps that divide them
 inline constexpr int kDecodeShapes = 4;
-inline constexpr int kMaxCluster = 16, kClusterSizes = 5;  // 1, 2, 4, 8, 16
 
 // Where WideRows are built for compute capability 9.0.
 constexpr bool decode_goes_wide(int dim, int shape) { return kDecodeDims[dim] == 128 && kDecodeRows[shape] == 64; }

@@ -26,17 +26,7 @@ template <int D, int kTiles> Status launch_code_kernel(const CodeLaunch& how, Co
   config.stream = static_cast<cudaStream_t>(launch.stream);
   config.attrs = attributes + 1;
   config.numAttrs = p.cluster_ctas > 1 ? 1 : 0;
-  // Smaller clusters where not all would run at once, which takes longer, as in launch_decode_kernel().
-  const int clusters = p.cluster_ctas > 1 ? how.ctas / p.cluster_ctas : 0;
-  const auto resident = [&] {
-    return count_clusters<kKernel, kCodeClusterSizes>(config, launch.device, p.cluster_shift);
-  };
-  while (p.cluster_ctas > 2 && resident() < clusters) {
-    p.cluster_ctas /= 2;
-    --p.cluster_shift;
-    config.gridDim.x /= 2;
-    attributes[1].val.clusterDim.x /= 2;
-  }
+  halve_clusters<kKernel>(config, attributes[1], p, launch.device);
   if (overlap) {
     config.attrs = attributes;
     ++config.numAttrs;

@@ -17,8 +17,6 @@ inline constexpr int most_code_tiles(int64_t head_dim) { return head_dim == 256 
 // Warps of a CTA at most: three for each scheduler, or two where a thread needs all the registers that it can have.
 inline constexpr int most_code_warps(int64_t head_dim, int tiles) { return head_dim == 256 || tiles == 2 ? 8 : 12; }
 
-inline constexpr int kMostCodeCluster = 16, kCodeClusterSizes = 5;  // CTAs: 1, 2, 4, 8, 16
-
 template <int D> [[nodiscard]] Status launch_code_attention(const CodeLaunch&, const CodeParams&, const Launch&);
 
 }  // namespace flashq::cuda
